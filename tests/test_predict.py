@@ -180,9 +180,9 @@ class Doubled(Points):
 
     predicts_from = "a text file with four numbers in each line"
 
-    def predict(self, model: Any, wanted: ToPredict) -> Any:
-        assert wanted.file is not None
-        for line in wanted.file.read_text(encoding="utf-8").splitlines():
+    def predict(self, model: Any, request: ToPredict) -> Any:
+        assert request.file is not None
+        for line in request.file.read_text(encoding="utf-8").splitlines():
             yield {"logits": model(torch.tensor([[float(word) for word in line.split()]]))[0].tolist()}
 
 

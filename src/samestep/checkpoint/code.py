@@ -32,9 +32,9 @@ def code_of(objects: Iterable[Any], files: Iterable[Path] = ()) -> dict[str, str
     """
     modules: dict[Path, ModuleType | None] = {}
     elsewhere: dict[str, str] = {}  # code without a file
-    for each in objects:
-        for kind in _kinds_of(each):
-            module = each if isinstance(each, ModuleType) else sys.modules.get(kind.__module__)
+    for object_ in objects:
+        for kind in _kinds_of(object_):
+            module = object_ if isinstance(object_, ModuleType) else sys.modules.get(kind.__module__)
             file = _users_file(module)
             if file is not None:
                 modules.setdefault(file, module)
@@ -107,8 +107,10 @@ def _imported(tree: ast.Module, file: Path, module: ModuleType | None) -> Iterat
         else:
             continue
         # The packages that a module is in are imported as well.
-        for name in dict.fromkeys(before for each in names for before in accumulate(each.split("."), "{}.{}".format)):
-            yield from _files_of(name, file.parent)
+        for package in dict.fromkeys(
+            before for name in names for before in accumulate(name.split("."), "{}.{}".format)
+        ):
+            yield from _files_of(package, file.parent)
 
 
 def _files_of(name: str, folder: Path) -> Iterator[tuple[Path, ModuleType | None]]:
@@ -136,8 +138,8 @@ def _name_in(folder: Path, file: Path) -> str:
 def _without_file(kind: Any) -> dict[str, str]:
     """The hash of a class's or a function's source where it has no file: of a notebook, or of standard input."""
     members = vars(kind).values() if isinstance(kind, type) else (kind,)
-    functions = [getattr(each, "__func__", each) for each in members]
-    parts = [_source(each) for each in functions if inspect.isfunction(each)]
+    functions = [getattr(member, "__func__", member) for member in members]
+    parts = [_source(function) for function in functions if inspect.isfunction(function)]
     if not parts:
         return {}
     name = f"{'class' if isinstance(kind, type) else 'function'} {kind.__qualname__}"
@@ -151,7 +153,7 @@ def _source(function: Any) -> str:
     except (OSError, TypeError, SyntaxError, ValueError, RecursionError):
         code = function.__code__
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        constants = [each for each in code.co_consts if isinstance(each, (int, float, complex, str, bytes))]
+        constants = [const for const in code.co_consts if isinstance(const, (int, float, complex, str, bytes))]
         return f"{version} {code.co_code.hex()} {code.co_names} {constants}"
 
 
@@ -175,8 +177,8 @@ def _words(node: Any) -> Iterator[str]:
         yield ")"
     elif isinstance(node, list):
         yield "["
-        for each in node:
-            yield from _words(each)
+        for child in node:
+            yield from _words(child)
         yield "]"
     else:
         yield f"{type(node).__name__}:{node!r};"

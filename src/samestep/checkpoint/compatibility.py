@@ -85,8 +85,8 @@ def _difference(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 def _written(key: str, recipe: Mapping[str, Any]) -> str:
     value = recipe.get(key, _ABSENT)
     words = {None: "null", True: "true", False: "false", _ABSENT: "not given"}
-    known = value is None or isinstance(value, bool) or value is _ABSENT
-    return words[value] if known else printable(str(value), _MOST_WRITTEN)
+    plain = value is None or isinstance(value, bool) or value is _ABSENT
+    return words[value] if plain else printable(str(value), _MOST_WRITTEN)
 
 
 def _without_file(key: str, value: Any) -> Any:
@@ -194,11 +194,11 @@ def fingerprint(pieces: Mapping[str, Piece], names: Collection[str], group: dist
     """
     looks: list[Tensor] = []
     for name in sorted(names):
-        found = torch.full((_LOOKED_AT,), -math.inf)
+        looked_at = torch.full((_LOOKED_AT,), -math.inf)
         piece = pieces.get(MODEL + name)
         if piece is not None:
-            _look(piece, found)
-        looks.append(found)
+            _look(piece, looked_at)
+        looks.append(looked_at)
     values = torch.cat(looks) if looks else torch.zeros(0)
     if group is not None and looks:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)  # values that a rank does not hold are -inf
@@ -206,29 +206,33 @@ def fingerprint(pieces: Mapping[str, Piece], names: Collection[str], group: dist
     return hashlib.sha256(text + values.numpy().tobytes()).hexdigest()
 
 
-def _look(piece: Piece, found: Tensor) -> None:
-    """Write the sampled values that this rank holds into `found` [16]."""
+def _look(piece: Piece, looked_at: Tensor) -> None:
+    """Write the sampled values that this rank holds into `looked_at` [16]."""
     total = piece.shape.numel()
     for place in range(min(_LOOKED_AT, total)):
         flat = place * (total - 1) // max(1, min(_LOOKED_AT, total) - 1)
-        index = [int(each) for each in torch.unravel_index(torch.tensor(flat), piece.shape)] if piece.shape else []
+        index = (
+            [int(coordinate) for coordinate in torch.unravel_index(torch.tensor(flat), piece.shape)]
+            if piece.shape
+            else []
+        )
         for box in piece.boxes:
             inner = [at - first for at, first in zip(index, box.offsets, strict=True)]
             if all(0 <= at < size for at, size in zip(inner, box.values.shape, strict=True)):
                 value = box.values[tuple(inner)]
                 value = value.real if value.is_complex() else value
-                found[place] = torch.nan_to_num(value.detach().float().cpu())
+                looked_at[place] = torch.nan_to_num(value.detach().float().cpu())
 
 
-def check_base(base: Base, names: Collection[str], found: str, where: Any) -> None:
+def check_base(base: Base, names: Collection[str], own_fingerprint: str, where: Any) -> None:
     """Raise CheckpointError unless the model has the base's parameters, with the same fingerprint.
 
-    `names`: of the model's parameters. `found`: their fingerprint. `where`: the checkpoint, for the message.
+    `names`: of the model's parameters. `own_fingerprint`: theirs. `where`: the checkpoint, for the message.
     """
     for name in base.left_out:
         if name not in names:
             raise CheckpointError(f"checkpoint {where} leaves out {name}, and the job's model has no such parameter")
-    if found != base.fingerprint:
+    if own_fingerprint != base.fingerprint:
         raise CheckpointError(
             f"checkpoint {where} was trained with other frozen parameters than those of the job's model; "
             "use the base that it was trained with (the same recipe.model, and the same files in its folder)"

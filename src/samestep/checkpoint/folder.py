@@ -49,14 +49,14 @@ def fault_of(
 
     `advance` is called with the bytes of each block that is read.
     """
-    for name, wanted in expected.items():
+    for name, file_sum in expected.items():
         file = folder / name
         try:
             with open_plain(file) as stream:
                 size = os.fstat(stream.fileno()).st_size
-                if size != wanted.bytes:
-                    return f"{file} has {size:,} bytes, and {wanted.bytes:,} were written"
-                if _sha256(stream, advance) != wanted.sha256:
+                if size != file_sum.bytes:
+                    return f"{file} has {size:,} bytes, and {file_sum.bytes:,} were written"
+                if _sha256(stream, advance) != file_sum.sha256:
                     return f"{file} is not what was written: its checksum differs"
         except FileNotFoundError:
             return f"{file} is missing"
@@ -100,27 +100,27 @@ class FoundCheckpoint:
 
 def found_in(folder: Path) -> list[FoundCheckpoint]:
     """The complete checkpoints of a folder whose info can be read, by ascending step."""
-    found: list[FoundCheckpoint] = []
+    checkpoints: list[FoundCheckpoint] = []
     for step in steps_in(folder):
         path = folder / name_of(step)
         try:
-            found.append(FoundCheckpoint(path=path, info=read_info(path)))
+            checkpoints.append(FoundCheckpoint(path=path, info=read_info(path)))
         except CheckpointError:
             continue
-    return found
+    return checkpoints
 
 
 def all_candidates(place: Path) -> list[Path]:
     """The checkpoints that a path may mean, newest first, with those that have lost their info, which are damaged."""
-    known = candidates(place)
+    paths = candidates(place)
     if os.path.lexists(place / INFO_FILE):
-        return known
-    folder = known[0].parent if known else place
-    folder = folder if known or not (place / CHECKPOINTS).is_dir() else place / CHECKPOINTS
+        return paths
+    folder = paths[0].parent if paths else place
+    folder = folder if paths or not (place / CHECKPOINTS).is_dir() else place / CHECKPOINTS
     if not folder.is_dir():
-        return known
-    lost = [path for path in folder.iterdir() if path not in known and _has_lost_its_info(path)]
-    return sorted([*known, *lost], key=lambda path: step_of(path) or 0, reverse=True)
+        return paths
+    lost = [path for path in folder.iterdir() if path not in paths and _has_lost_its_info(path)]
+    return sorted([*paths, *lost], key=lambda path: step_of(path) or 0, reverse=True)
 
 
 def _has_lost_its_info(path: Path) -> bool:
@@ -189,12 +189,12 @@ def make_complete(unfinished: Path) -> Path:
     return path
 
 
-def best_of(found: Sequence[FoundCheckpoint], metric: str, *, lowest: bool) -> FoundCheckpoint | None:
+def best_of(checkpoints: Sequence[FoundCheckpoint], metric: str, *, lowest: bool) -> FoundCheckpoint | None:
     """The checkpoint with the best value of a metric, the earliest among equals; None if none has the metric."""
-    scored = [each for each in found if metric in each.info.metrics]
+    scored = [checkpoint for checkpoint in checkpoints if metric in checkpoint.info.metrics]
     if not scored:
         return None
-    values = [each.info.metrics[metric] for each in scored]
+    values = [checkpoint.info.metrics[metric] for checkpoint in scored]
     return scored[values.index(min(values) if lowest else max(values))]
 
 

@@ -34,15 +34,17 @@ class Identity:
         return {**rows, "code": ", ".join(f"{name} {digest[:8]}" for name, digest in self.code.items())}
 
 
-def _described(known: SamplesIdentity | None) -> str:
+def _described(identity: SamplesIdentity | None) -> str:
     """A data set in short: how many samples, what of them was compared, and a hash."""
-    if known is None:
+    if identity is None:
         return ""
-    if known.whole is not None:
-        return f"{known.samples:,} samples, all of them {known.whole.exact[:8]}"
-    parts = ", ".join(f"{part} {marks[-1].exact[:8]}" for part, marks in known.parts.items() if marks and marks[-1])
-    left_out = ", ".join([*(f"{part} (random)" for part in known.drawn), *known.unknown])
-    seen = f"{known.samples:,} samples, of {known.rows:,} {parts or 'nothing'}"
+    if identity.whole is not None:
+        return f"{identity.samples:,} samples, all of them {identity.whole.exact[:8]}"
+    parts = ", ".join(
+        f"{part} {marks[-1].exact[:8]}" for part, marks in identity.parts.items() if marks and marks[-1]
+    )
+    left_out = ", ".join([*(f"{part} (random)" for part in identity.drawn), *identity.unknown])
+    seen = f"{identity.samples:,} samples, of {identity.rows:,} {parts or 'nothing'}"
     return f"{seen}; not compared: {left_out}" if left_out else seen
 
 

@@ -118,7 +118,7 @@ class ReadInfo:
     has_sum: bool  # whether the file has a sum of itself, which fits
 
 
-_KEYS = {each.name for each in fields(Info)}
+_KEYS = {field.name for field in fields(Info)}
 # Keys by format; `base` is missing in the first files of format 1.
 _ALL_KEYS = {_WITHOUT_SUM: _KEYS - {"identity"}, FORMAT: _KEYS}
 _OPTIONAL_KEYS = {_WITHOUT_SUM: {"base"}, FORMAT: set[str]()}
@@ -200,7 +200,7 @@ def _depth(values: Any) -> int:
     """How many sections and lists stand in one another, counted up to one more than may be."""
     depth, level = 0, [values]
     while depth <= _MOST_DEEP:
-        level = [inner for each in level for inner in _inside(each)]
+        level = [inner for value in level for inner in _inside(value)]
         if not level:
             break
         depth += 1

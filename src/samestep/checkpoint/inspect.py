@@ -50,17 +50,17 @@ def listed(place: Path) -> list[ListedCheckpoint]:
 
     Tensor files are not read; `verify` verifies them. Raises CheckpointError if there are no checkpoints.
     """
-    found = [_listed(path) for path in reversed(all_candidates(place))]
+    rows = [_listed(path) for path in reversed(all_candidates(place))]
     if not os.path.lexists(place / INFO_FILE):
         for folder in (place, place / CHECKPOINTS):
-            found += [_unfinished(path) for path in unfinished_in(folder)]
-    if not found:
+            rows += [_unfinished(path) for path in unfinished_in(folder)]
+    if not rows:
         raise CheckpointError(
             f"{place} holds no checkpoint; use a run's folder, the one with its checkpoints, or a checkpoint"
             if place.exists()
             else f"there is no folder {place}"
         )
-    return found
+    return rows
 
 
 def _listed(path: Path) -> ListedCheckpoint:

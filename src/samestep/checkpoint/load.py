@@ -43,34 +43,34 @@ class CheckpointLoader:
     def verify(self) -> None:
         """Verify the files' checksums, with the files dealt out to the ranks. Raises CheckpointError on all ranks."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        mine = dict(sorted(self.info.files.items())[rank::ranks])
+        own_files = dict(sorted(self.info.files.items())[rank::ranks])
         faults: list[Any] = [None] * ranks
-        dist.all_gather_object(faults, fault_of(self.folder, mine), group=self._group)
+        dist.all_gather_object(faults, fault_of(self.folder, own_files), group=self._group)
         for fault in faults:
             if fault is not None:
                 raise CheckpointError(f"checkpoint {self.folder} is damaged: {fault}")
 
-    def check(self, wanted: Mapping[str, Entry], tied: Mapping[str, str]) -> None:
+    def check(self, entries: Mapping[str, Entry], tied: Mapping[str, str]) -> None:
         """Raise CheckpointError unless the checkpoint holds these tensors, in these shapes and types.
 
         `tied`: further names of the model's tied parameters; a checkpoint may hold such a parameter under any name.
         """
         others = {MODEL + other: MODEL + name for other, name in tied.items()}
         self._names = {name: other for other, name in others.items() if other in self.entries}
-        self._names |= {name: name for name in wanted if name in self.entries}
-        for name, entry in wanted.items():
-            found = self.entries.get(self._names.get(name, name))
-            if found is None:
+        self._names |= {name: name for name in entries if name in self.entries}
+        for name, entry in entries.items():
+            entry_here = self.entries.get(self._names.get(name, name))
+            if entry_here is None:
                 raise CheckpointError(f"checkpoint {self.folder} has no {name}, and the job's model has")
-            if found != entry:
+            if entry_here != entry:
                 remedy = f"; samestep checkpoint convert --dtype {_name(entry.dtype)} makes it so"
                 raise CheckpointError(
-                    f"checkpoint {self.folder}: {name} is {_shown(found)}, and the job's model has {_shown(entry)}"
-                    + (remedy if found.shape == entry.shape else "")
+                    f"checkpoint {self.folder}: {name} is {_shown(entry_here)}, and the job's model has "
+                    f"{_shown(entry)}" + (remedy if entry_here.shape == entry.shape else "")
                 )
-        kinds = {name.partition(".")[0] + "." for name in wanted}
+        kinds = {name.partition(".")[0] + "." for name in entries}
         for name in self.entries:
-            if name not in wanted and name not in others and name.partition(".")[0] + "." in kinds:
+            if name not in entries and name not in others and name.partition(".")[0] + "." in kinds:
                 raise CheckpointError(f"checkpoint {self.folder} holds {name}, and the job's model has none")
 
     def read(self, pieces: Mapping[str, Piece]) -> None:
@@ -169,4 +169,4 @@ def _opened(path: Path, group: dist.ProcessGroup, *, summed: bool) -> tuple[Chec
             return loader, ""
         except CheckpointError as error:  # the same on all ranks
             faults = [str(error)]
-    return None, next(each for each in faults if each is not None)
+    return None, next(fault for fault in faults if fault is not None)

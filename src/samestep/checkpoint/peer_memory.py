@@ -134,14 +134,14 @@ class Neighbours:
             leader: {name: sizes[name] for name in names if name not in files}
             for leader, files in zip(self.leaders, holders, strict=True)
         }
-        mine = lacking.get(self.rank, {})
+        missing = lacking.get(self.rank, {})
 
         def make_room() -> None:
-            if mine:
+            if missing:
                 copy.mkdir(parents=True, exist_ok=True)
                 if (copy / INFO_FILE).is_file() and _sign(copy) != sign:
                     (copy / INFO_FILE).unlink()
-            for name, size in mine.items():
+            for name, size in missing.items():
                 _reserve(copy / name, size)
 
         together(make_room)
@@ -161,11 +161,11 @@ class Neighbours:
         marks = tuple(f"__{rank}_" for rank in self.hosts[self.leaders.index(self.rank)])
         return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name.startswith(marks)}
 
-    def _of_leaders(self, mine: Any) -> list[Any]:
+    def _of_leaders(self, own: Any) -> list[Any]:
         """All-gather a value and keep that of each host's leader, in the order of hosts. Every rank calls."""
-        said: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(said, mine, group=self.group)
-        return [said[leader] for leader in self.leaders]
+        answers: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(answers, own, group=self.group)
+        return [answers[leader] for leader in self.leaders]
 
     def _send(self, part: Tensor, to: int, tag: int) -> Any:
         return dist.isend(part, to, group=self.group, tag=tag)
@@ -176,13 +176,13 @@ class Neighbours:
 
 def _copies(place: Path) -> _Copies:
     """The copies in a folder by step and digest: file name -> bytes."""
-    found: dict[tuple[int, str], dict[str, int]] = {}
+    copies: dict[tuple[int, str], dict[str, int]] = {}
     for step in steps_in(place):
         copy = place / name_of(step)
         if not (copy / INFO_FILE).is_file():
             continue
-        found[step, _sign(copy)] = {path.name: path.stat().st_size for path in copy.iterdir()}
-    return found
+        copies[step, _sign(copy)] = {path.name: path.stat().st_size for path in copy.iterdir()}
+    return copies
 
 
 def _sign(copy: Path) -> str:

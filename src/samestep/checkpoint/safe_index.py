@@ -117,14 +117,14 @@ def _fault_of(metadata: Metadata) -> str | None:
     metadata.planner_data = getattr(metadata, "planner_data", None)
     if not isinstance(described, dict) or not isinstance(stored, dict):
         return "it lists no tensors"
-    for name, each in described.items():
-        if not isinstance(name, str) or not (isinstance(each, BytesStorageMetadata) or _is_of_tensor(each)):
+    for name, value in described.items():
+        if not isinstance(name, str) or not (isinstance(value, BytesStorageMetadata) or _is_of_tensor(value)):
             return f"what it says of {str(name)[:100]!r} is not of a tensor"
-    for key, each in stored.items():
-        name = getattr(each, "relative_path", None)
+    for key, value in stored.items():
+        name = getattr(value, "relative_path", None)
         if not lies_within(name):
             return f"it says that tensors are in {str(name)[:200]!r}, outside of its folder"
-        numbers = (getattr(each, "offset", None), getattr(each, "length", None))
+        numbers = (getattr(value, "offset", None), getattr(value, "length", None))
         if not (isinstance(key, index.MetadataIndex) and all(type(at) is int and at >= 0 for at in numbers)):
             return f"it has a place in {name} that is none"
     return None
@@ -150,7 +150,7 @@ def files_of(metadata: Metadata) -> list[str]:
 def entries(metadata: Metadata) -> dict[str, Entry]:
     """The tensors of a checkpoint by name, without objects that aren't tensors."""
     return {
-        name: Entry(shape=each.size, dtype=each.properties.dtype)
-        for name, each in metadata.state_dict_metadata.items()
-        if isinstance(each, TensorStorageMetadata) and not isinstance(each, BytesStorageMetadata)
+        name: Entry(shape=value.size, dtype=value.properties.dtype)
+        for name, value in metadata.state_dict_metadata.items()
+        if isinstance(value, TensorStorageMetadata) and not isinstance(value, BytesStorageMetadata)
     }

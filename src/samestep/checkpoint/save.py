@@ -320,20 +320,20 @@ class Saver:
 
     def _gathered_sums(self, unfinished: Path) -> dict[str, FileSum]:
         """The checksums of all files, each computed by the rank that wrote it."""
-        mine: dict[str, FileSum] = {}
+        own_sums: dict[str, FileSum] = {}
 
         def make() -> None:
             """Compute the checksums of the files that this rank wrote."""
             names = [path.name for path in unfinished.iterdir() if path.name.startswith(f"__{self._rank}_")]
             try:
-                mine.update(sums_of(unfinished, [*names, *([METADATA_FILE] if self._rank == 0 else [])]))
+                own_sums.update(sums_of(unfinished, [*names, *([METADATA_FILE] if self._rank == 0 else [])]))
             except CheckpointError as error:  # this rank has just written them
                 raise UnwrittenError(str(error)) from None
 
         self.together(make, unfinished)
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine, group=self._group)
-        return {name: each for sums in gathered for name, each in sorted(sums.items())}
+        dist.all_gather_object(gathered, own_sums, group=self._group)
+        return {name: file_sum for sums in gathered for name, file_sum in sorted(sums.items())}
 
     def _complete(self, unfinished: Path, text: str, info: Info) -> None:
         """On leaders: check that all files exist, write the info, sync files and folder, rename the folder."""
@@ -370,15 +370,15 @@ class Saver:
         `where`: the unfinished checkpoint, or the folder of all.
         """
         failures: list[Any] = [None] * dist.get_world_size()
-        mine: BaseException | None = None
+        own_failure: BaseException | None = None
         try:
             act()
         except (OSError, CheckpointError) as error:
-            mine = error
-        dist.all_gather_object(failures, mine, group=self._group)
-        found = {rank: (failure,) for rank, failure in enumerate(failures) if failure is not None}
-        if found:
-            raise _as_error(where, found)
+            own_failure = error
+        dist.all_gather_object(failures, own_failure, group=self._group)
+        by_rank = {rank: (failure,) for rank, failure in enumerate(failures) if failure is not None}
+        if by_rank:
+            raise _as_error(where, by_rank)
 
 
 def total_bytes(pieces: Mapping[str, Piece], group: dist.ProcessGroup) -> int:

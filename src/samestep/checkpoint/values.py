@@ -39,12 +39,12 @@ class _Name:
         return self.text
 
 
-def values_of(task: Any, model: nn.Module, known: Collection[Any] = ()) -> dict[str, str]:
+def values_of(task: Any, model: nn.Module, excluded: Collection[Any] = ()) -> dict[str, str]:
     """Numbers and names as text and hashes of all else, by class and attribute, such as "Dropout.p".
 
     The values of the model's modules of a class count together. The class of a module stands at its place in the
     model, such as "blocks.*.act". Left out are names of files and folders, the plain values of samestep's own tasks,
-    and the values `known`, which are compared elsewhere.
+    and the values `excluded`, which are compared elsewhere.
     """
     held: dict[str, list[Any]] = {}
     seen: set[int] = set()
@@ -52,7 +52,7 @@ def values_of(task: Any, model: nn.Module, known: Collection[Any] = ()) -> dict[
     for name, value in _settings_in(task, seen):
         if ours and ("." in name or not (value is None or isinstance(value, _Name))):
             continue
-        if not any(value is each or (type(value) is type(each) and value == each) for each in known):
+        if not any(value is other or (type(value) is type(other) and value == other) for other in excluded):
             held[f"{type(task).__name__}.{name.lstrip('_') if ours else name}"] = [value]
     for module in model.modules():
         for name, value in _settings_in(module, seen):
@@ -73,14 +73,16 @@ def _settings_in(holder: Any, seen: set[int], deep: int = 0) -> Iterator[tuple[s
         if name in _NO_SETTINGS:
             continue
         if isinstance(value, partial):
-            yield from ((f"{name}.{key}", each) for key, each in value.keywords.items() if _count(each) <= _MOST)
+            yield from (
+                (f"{name}.{key}", argument) for key, argument in value.keywords.items() if _count(argument) <= _MOST
+            )
         if (function := _function(value)) is not None:
             yield name, function
         elif _is_configuration(value):
             if deep < _MOST_DEEP and id(value) not in seen:
                 seen.add(id(value))
                 inner = _settings_in(value, seen, deep + 1)
-                yield from ((f"{name}.{key}", each) for key, each in inner if not key.startswith("_"))
+                yield from ((f"{name}.{key}", setting) for key, setting in inner if not key.startswith("_"))
         elif _count(value) <= _MOST:
             yield name, value
 
@@ -125,7 +127,7 @@ def _count(value: Any) -> int:
     if type(value) in (list, tuple) and len(value) <= _MOST:
         return 1 + sum(map(_count, value))
     if type(value) in (dict, OrderedDict) and len(value) <= _MOST:
-        return 1 + sum(_count(key) + _count(each) for key, each in value.items())
+        return 1 + sum(_count(key) + _count(item) for key, item in value.items())
     return _MOST + 1
 
 

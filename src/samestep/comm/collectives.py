@@ -59,9 +59,9 @@ class Collective:
     def buffers(self, chunk: int, n: int, rank: int, *, dtype: torch.dtype, device: torch.device) -> Buffers:
         """Tensors of zeros for messages of n chunks, whose memory is there: nothing is mapped on first use."""
         gives, takes = self.elements(chunk, n, rank)
-        given = torch.empty(gives, dtype=dtype, device=device).zero_()
-        taken = given if self.in_place else torch.empty(takes, dtype=dtype, device=device).zero_()
-        return Buffers(given=given, taken=taken)
+        input_ = torch.empty(gives, dtype=dtype, device=device).zero_()
+        taken = input_ if self.in_place else torch.empty(takes, dtype=dtype, device=device).zero_()
+        return Buffers(given=input_, taken=taken)
 
 
 def algorithm_bandwidth(size: int, seconds: float) -> float:
@@ -229,7 +229,7 @@ COLLECTIVES: Mapping[str, Collective] = {
     "all-to-all": Collective(
         summary="Every rank has a chunk for every rank: rank r gets chunk r of each, in the order of the ranks.",
         run=_all_to_all,
-        expected=lambda values, rank: _joined([_part(each, rank, len(values)) for each in values]),
+        expected=lambda values, rank: _joined([_part(value, rank, len(values)) for value in values]),
         bus_factor=all_but_own,
         gives="all",
         takes="all",

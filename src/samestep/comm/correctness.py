@@ -63,11 +63,11 @@ def attempt(collective: Collective, group: dist.ProcessGroup, dtype: torch.dtype
         return str(error).partition("\n")[0] or type(error).__name__
 
 
-def agreed(mine: str | None, control: dist.ProcessGroup) -> str | None:
+def agreed(own_reason: str | None, control: dist.ProcessGroup) -> str | None:
     """The failure of the first rank that has one, with its rank; None if no rank failed. Every rank asks."""
-    said: list[str | None] = [None] * control.size()
-    dist.all_gather_object(said, mine, group=control)
-    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason is not None), None)
+    reasons: list[str | None] = [None] * control.size()
+    dist.all_gather_object(reasons, own_reason, group=control)
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None), None)
 
 
 def tensor_of(values: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -78,9 +78,11 @@ def difference(taken: Tensor, expected: Sequence[int] | None) -> str | None:
     """Describe the first element that differs from the expected one; None if none does or `expected` is None."""
     if expected is None:
         return None
-    found: list[Any] = taken.to("cpu").to(torch.complex128 if taken.is_complex() else torch.float64).tolist()
-    wanted = tensor_of(expected, taken.dtype).to(torch.float64 if not taken.is_complex() else torch.complex128)
-    for index, (have, want) in enumerate(zip(found, wanted.tolist(), strict=True)):
+    values: list[Any] = taken.to("cpu").to(torch.complex128 if taken.is_complex() else torch.float64).tolist()
+    expected_values = tensor_of(expected, taken.dtype).to(
+        torch.float64 if not taken.is_complex() else torch.complex128
+    )
+    for index, (have, want) in enumerate(zip(values, expected_values.tolist(), strict=True)):
         if have != want or (isinstance(have, float) and math.isnan(have)):
             return f"{WRONG}: element {index} is {have:g}, and {want:g} is right"
     return None

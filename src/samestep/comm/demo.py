@@ -41,19 +41,21 @@ def demonstrate(name: str, channel: Channel, control: dist.ProcessGroup) -> Demo
     before = buffers.given.tolist()
     carrier = _carried(collective, channel, buffers)
     everything: list[tuple[list[int], list[int]]] = [([], []) for _ in range(n)]
-    mine = (before, buffers.taken.tolist())
-    dist.gather_object(mine, everything if rank == 0 else None, group_dst=0, group=control)
+    own_values = (before, buffers.taken.tolist())
+    dist.gather_object(own_values, everything if rank == 0 else None, group_dst=0, group=control)
     if rank != 0:
         return None
-    gave = [given for given, _ in everything]
-    silent = {each for each in range(n) if collective.takes != "none" and collective.expected(gave, each) is None}
+    gave = [input_ for input_, _ in everything]
+    silent = {
+        number for number in range(n) if collective.takes != "none" and collective.expected(gave, number) is None
+    }
     return Demonstration(
         collective=name,
         transport=channel.transport,
         carrier=carrier,
         before=gave,
         after=[taken for _, taken in everything],
-        undefined=frozenset(each for each in silent if everything[each][1]),
+        undefined=frozenset(number for number in silent if everything[number][1]),
     )
 
 

@@ -49,10 +49,10 @@ class GroupPool:
                 return make(ranks, *args, **options)
             key = (None if ranks is None else tuple(ranks), args, tuple(sorted(options.items(), key=str)))
             number, taken[key] = taken[key], taken[key] + 1
-            known = self._groups[key]
-            if number == len(known):
-                known.append(make(ranks, *args, **options))
-            return known[number]
+            groups = self._groups[key]
+            if number == len(groups):
+                groups.append(make(ranks, *args, **options))
+            return groups[number]
 
         with new_group_replaced(new_group):
             yield

@@ -104,13 +104,13 @@ def measure(
     plans = [_plan(call, control, budget) for call in calls]
     seconds: list[list[float]] = [[] for _ in calls]
     for number in range(max(plan.samples for plan in plans)):
-        for call, plan, found in zip(calls, plans, seconds, strict=True):
+        for call, plan, of_call in zip(calls, plans, seconds, strict=True):
             if number < plan.samples:
                 dist.barrier(control)
-                found.append(call.seconds(plan.calls) / plan.calls)
+                of_call.append(call.seconds(plan.calls) / plan.calls)
     return [
-        _row(name, sent, n, channel, plan, _slowest(found, control))
-        for channel, plan, found in zip(channels, plans, seconds, strict=True)
+        _row(name, sent, n, channel, plan, _slowest(of_channel, control))
+        for channel, plan, of_channel in zip(channels, plans, seconds, strict=True)
     ]
 
 
@@ -149,9 +149,9 @@ def _plan(call: _Call, control: dist.ProcessGroup, budget: float) -> _Plan:
 
 def _slowest(seconds: Sequence[float], control: dist.ProcessGroup) -> list[float]:
     """The maximum of each sample's time over the ranks."""
-    found = torch.tensor(list(seconds), dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=control)
-    return found.tolist()
+    slowest = torch.tensor(list(seconds), dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=control)
+    return slowest.tolist()
 
 
 def _row(name: str, sent: int, n: int, channel: Channel, plan: _Plan, seconds: Sequence[float]) -> CollectiveTiming:
@@ -202,14 +202,14 @@ def fits(rows: Sequence[CollectiveTiming]) -> list[Fit]:
     for row in rows:
         if row.bytes:
             curves.setdefault((row.collective, row.transport, row.ranks), []).append(row)
-    found = []
+    fits = []
     for (collective, transport, ranks), of_curve in curves.items():
         points = {row.bytes: row.seconds_median for row in of_curve}
         if len(points) > 1:
             latency, bandwidth, worst = fit(points)
             named = {"collective": collective, "transport": transport, "ranks": ranks}
-            found.append(Fit(**named, latency=latency, bandwidth=bandwidth, worst=worst))
-    return found
+            fits.append(Fit(**named, latency=latency, bandwidth=bandwidth, worst=worst))
+    return fits
 
 
 def fit(points: Mapping[int, float]) -> tuple[float, float | None, float]:
@@ -226,7 +226,7 @@ def fit(points: Mapping[int, float]) -> tuple[float, float | None, float]:
         np.array([columns[:, 0].sum() / (columns[:, 0] ** 2).sum(), 0.0]),
         np.array([0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()]),
     ]
-    allowed = [each for each in candidates if (each >= 0).all()]
-    best = min(allowed, key=lambda each: float(((columns @ each - 1) ** 2).sum()))
+    allowed = [candidate for candidate in candidates if (candidate >= 0).all()]
+    best = min(allowed, key=lambda candidate: float(((columns @ candidate - 1) ** 2).sum()))
     latency, slope = best.tolist()
     return latency, (1 / slope if slope > 0 else None), float(np.abs(columns @ best - 1).max())

@@ -43,7 +43,7 @@ def all_gather_uneven(part: Tensor, group: dist.ProcessGroup, lengths: Sequence[
     if all(length == longest for length in lengths):
         return whole
     parts = whole.split(longest, dim)
-    return torch.cat([each.narrow(dim, 0, length) for each, length in zip(parts, lengths, strict=True)], dim)
+    return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
 
 
 def reduce_scatter_uneven(whole: Tensor, group: dist.ProcessGroup, lengths: Sequence[int], dim: int) -> Tensor:
@@ -53,8 +53,8 @@ def reduce_scatter_uneven(whole: Tensor, group: dist.ProcessGroup, lengths: Sequ
     message = torch.stack([padded(part, longest, dim) for part in whole.split(list(lengths), dim)])
     summed = torch.empty_like(message[0])
     REDUCE_SCATTER(summed, message.flatten(0, 1), group=group)
-    mine = lengths[dist.get_rank(group)]
-    return summed if mine == longest else summed.narrow(dim, 0, mine).contiguous()
+    own_length = lengths[dist.get_rank(group)]
+    return summed if own_length == longest else summed.narrow(dim, 0, own_length).contiguous()
 
 
 def padded(part: Tensor, length: int, dim: int) -> Tensor:

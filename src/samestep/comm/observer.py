@@ -55,26 +55,26 @@ class Observer(EagerMode):
     ) -> Any:
         if decomposes(types):
             return NotImplemented
-        given = kwargs or {}
-        self.before(func, args, given)
-        result = func(*args, **given)
-        self.after(func, args, given, result)
+        keywords = kwargs or {}
+        self.before(func, args, keywords)
+        result = func(*args, **keywords)
+        self.after(func, args, keywords, result)
         return result
 
 
 def decomposes(types: Sequence[type]) -> bool:
     """Whether tensors have a dispatch of their own that comes first, and calls the operators on plain tensors."""
-    return any(issubclass(each, (DTensor, AsyncCollectiveTensor)) for each in types)
+    return any(issubclass(type_, (DTensor, AsyncCollectiveTensor)) for type_ in types)
 
 
 def operands(*arguments: Any) -> list[Tensor]:
     """The tensors of an operator's arguments or results, also in lists and dictionaries, in their order."""
-    found: list[Tensor] = []
-    for each in arguments:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, (list, tuple)):
-            found += operands(*each)
-        elif isinstance(each, dict):
-            found += operands(*each.values())
-    return found
+    tensors: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            tensors += operands(*argument)
+        elif isinstance(argument, dict):
+            tensors += operands(*argument.values())
+    return tensors

@@ -105,17 +105,17 @@ class _Collective:
     sent: Callable[[float, int], float]  # bytes that one rank sends of it
 
 
-def group_of(given: Given) -> dist.ProcessGroup:
+def group_of(arguments: Given) -> dist.ProcessGroup:
     """The group that an operator's message is of."""
-    if "process_group" in given:
-        return cast(dist.ProcessGroup, dist.ProcessGroup.unbox(given["process_group"]))
-    return group_named(given["group_name"])
+    if "process_group" in arguments:
+        return cast(dist.ProcessGroup, dist.ProcessGroup.unbox(arguments["process_group"]))
+    return group_named(arguments["group_name"])
 
 
-def _group_size(given: Given) -> int:
-    if isinstance(given.get("group_size"), int):
-        return given["group_size"]
-    return group_of(given).size()
+def _group_size(arguments: Given) -> int:
+    if isinstance(arguments.get("group_size"), int):
+        return arguments["group_size"]
+    return group_of(arguments).size()
 
 
 def _twice_all_but_own(message: float, n: int) -> float:
@@ -134,24 +134,24 @@ def _nbytes(nest: Any) -> float:
     return float(sum(leaf.nbytes for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)))
 
 
-def _given_whole(given: Given, n: int) -> float:
+def _given_whole(arguments: Given, n: int) -> float:
     """Bytes of the message, of which a rank's input is the whole."""
-    return _nbytes([given.get(name) for name in _INPUTS])
+    return _nbytes([arguments.get(name) for name in _INPUTS])
 
 
-def _given_part(given: Given, n: int) -> float:
+def _given_part(arguments: Given, n: int) -> float:
     """Bytes of the message, of which a rank's input is one of n parts."""
-    return n * _given_whole(given, n)
+    return n * _given_whole(arguments, n)
 
 
-def _taken_part(given: Given, n: int) -> float:
+def _taken_part(arguments: Given, n: int) -> float:
     """Bytes of a rank's output, as only the root has an input."""
-    return _nbytes(given["output_tensors"])
+    return _nbytes(arguments["output_tensors"])
 
 
-def _sends_of_batch(given: Given, n: int) -> float:
+def _sends_of_batch(arguments: Given, n: int) -> float:
     """Bytes of the sends in a batch of point-to-point operations."""
-    pairs = zip(given["op_list"], given["tensors"], strict=True)
+    pairs = zip(arguments["op_list"], arguments["tensors"], strict=True)
     return _nbytes([tensor for operator, tensor in pairs if operator == "isend"])
 
 

@@ -137,16 +137,16 @@ def _coupled(trial: Trial, sums: Sums, number: int, cut: int) -> str | None:
     if same_output and not sums.losses_add_up:
         return None
     padded = ", and padding must be masked, or all samples padded to one length" * _padded(trial, number, cut)
-    for mine, theirs in zip(whole, part, strict=False):
-        row = _differs(mine.given, theirs.given, number, cut, trial.tolerance)
+    for whole_end, part_end in zip(whole, part, strict=False):
+        row = _differs(whole_end.given, part_end.given, number, cut, trial.tolerance)
         # A module whose inputs already differ is not the cause.
-        innocent = row is None or _differs(mine.taken, theirs.taken, number, cut, trial.tolerance) is not None
-        if mine.name != theirs.name or not innocent:
+        innocent = row is None or _differs(whole_end.taken, part_end.taken, number, cut, trial.tolerance) is not None
+        if whole_end.name != part_end.name or not innocent:
             return (
-                f"{mine.name or 'the model'} ({type(mine.module).__name__}) couples the samples of a batch: it gives "
-                f"another output for sample {indices[row or 0]} {others}; a rank has only some of a "
+                f"{whole_end.name or 'the model'} ({type(whole_end.module).__name__}) couples the samples of a "
+                f"batch: it gives another output for sample {indices[row or 0]} {others}; a rank has only some of a "
                 f"batch's samples, so a sample's output must be computed from that sample alone{padded}"
-                f"{line_of(type(mine.module).forward)}"
+                f"{line_of(type(whole_end.module).forward)}"
             )
     return None
 
@@ -163,15 +163,15 @@ class _Ended:
 
 def _ended(trial: Trial, first: int, last: int) -> list[_Ended]:
     """Record the module calls of a forward in the order in which they finish: inner ones first, the model's last."""
-    found: list[_Ended] = []
+    ended: list[_Ended] = []
 
     def note(name: str) -> Any:
         """Return a forward hook that records a module's inputs and outputs."""
 
         def hook(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
-            taken = [each.detach().clone() for each in _tensors((arguments, keywords))]
-            given = [each.detach().clone() for each in _tensors(output)]
-            found.append(_Ended(name=name, module=module, taken=taken, given=given))
+            taken = [tensor.detach().clone() for tensor in _tensors((arguments, keywords))]
+            outputs = [tensor.detach().clone() for tensor in _tensors(output)]
+            ended.append(_Ended(name=name, module=module, taken=taken, given=outputs))
 
         return hook
 
@@ -183,22 +183,22 @@ def _ended(trial: Trial, first: int, last: int) -> list[_Ended]:
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return ended
 
 
 def _differs(together: Any, apart: Any, number: int, cut: int, tolerance: float) -> int | None:
     """Return the first sample whose rows differ between the part and the whole batch; None if none does."""
     for whole, part in zip(_tensors(together), _tensors(apart), strict=False):
-        mine, theirs = _rows(whole, number), _rows(part, cut)
-        if mine is None or theirs is None or mine.ndim != theirs.ndim:
+        whole_rows, part_rows = _rows(whole, number), _rows(part, cut)
+        if whole_rows is None or part_rows is None or whole_rows.ndim != part_rows.ndim:
             continue
         # The larger group may have more padding: the common rows are compared.
-        common = [min(a, b) for a, b in zip(mine.shape[1:], theirs.shape[1:], strict=True)]
-        mine, theirs = (_front(each[:cut], common).double().nan_to_num() for each in (mine, theirs))
-        if mine.numel() == 0:
+        common = [min(a, b) for a, b in zip(whole_rows.shape[1:], part_rows.shape[1:], strict=True)]
+        whole_rows, part_rows = (_front(rows[:cut], common).double().nan_to_num() for rows in (whole_rows, part_rows))
+        if whole_rows.numel() == 0:
             continue
-        apart_by = (mine - theirs).abs().amax(1)  # [samples of the part]
-        worst = apart_by > tolerance * max(theirs.abs().max().item(), 1e-12)
+        apart_by = (whole_rows - part_rows).abs().amax(1)  # [samples of the part]
+        worst = apart_by > tolerance * max(part_rows.abs().max().item(), 1e-12)
         if bool(worst.any()):
             return int(worst.nonzero()[0])
     return None

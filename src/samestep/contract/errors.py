@@ -59,8 +59,8 @@ def said(part: str, what: str, of: Any = None) -> Iterator[None]:
     except UserError as error:
         place = place_of(error)
         where = at(place) if place is not None or of is None else line_of(of)
-        given = where if place is None or place not in str(error) else ""
-        raise ContractError(part, str(error) + given, complete=True) from error
+        location = where if place is None or place not in str(error) else ""
+        raise ContractError(part, str(error) + location, complete=True) from error
     except SystemExit as error:
         raise ContractError(part, ended_by_code(error, what)) from error
     except Exception as error:

@@ -58,8 +58,8 @@ class Sums:
     @property
     def gradients_add_up(self) -> bool:
         """Whether gradients add up. Non-finite ones pass: they can't be compared, and a training stops at them."""
-        found, norm = math.hypot(*self.apart.values()), self.gradient_norm
-        return not math.isfinite(found + norm) or found <= 10 * self.tolerance * norm
+        apart, norm = math.hypot(*self.apart.values()), self.gradient_norm
+        return not math.isfinite(apart + norm) or apart <= 10 * self.tolerance * norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def _take(trial: Trial, gradient_calls: bool) -> WholeAndParts:
     what remains is the difference, parameter by parameter.
     """
     parts = parts_of(trial)
-    parameters = {name: each for name, each in trial.model.named_parameters() if each.requires_grad}
+    parameters = {name: parameter for name, parameter in trial.model.named_parameters() if parameter.requires_grad}
     trial.model.zero_grad()
     with trial.without_batch_statistics(), _numbers_normed(trial.model) as numbers:
         watched = watch(trial, gradient_calls=gradient_calls)
@@ -117,7 +117,7 @@ def _take(trial: Trial, gradient_calls: bool) -> WholeAndParts:
         scale = loss_scale(trial, watched.count)
         with said(PARAMETERS, "backward"):
             (watched.total * scale).backward()
-        reached = [name for name, each in trial.model.named_parameters() if each.grad is not None]
+        reached = [name for name, parameter in trial.model.named_parameters() if parameter.grad is not None]
         for parameter in parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(-TIMES)
@@ -151,7 +151,9 @@ def parts_of(trial: Trial) -> list[tuple[int, int]]:
 
 def gradient_norms(parameters: Mapping[str, Tensor]) -> dict[str, float]:
     """The norm of each parameter's gradient, of those that have one."""
-    return {name: each.grad.norm().item() for name, each in parameters.items() if each.grad is not None}
+    return {
+        name: parameter.grad.norm().item() for name, parameter in parameters.items() if parameter.grad is not None
+    }
 
 
 def gradient_norm(parameters: Mapping[str, Tensor]) -> float:

@@ -54,13 +54,13 @@ class Sampled:
 
         Inputs and targets are padded separately: samples with short inputs may have targets of full length.
         """
-        if len({len(each) for each in self.sizes}) > 1:
+        if len({len(size) for size in self.sizes}) > 1:
             return
-        known: set[tuple[int, ...]] = set()
+        sizes_before: set[tuple[int, ...]] = set()
         for size in zip(*self.sizes, strict=True):  # of one tensor, by sample
-            shorter = sum(each < max(size) for each in size)
-            if shorter and max(size[: self.cut]) == max(size) and size not in known:
-                known.add(size)
+            shorter = sum(length < max(size) for length in size)
+            if shorter and max(size[: self.cut]) == max(size) and size not in sizes_before:
+                sizes_before.add(size)
                 yield self.ordered(size, min(shorter, self.cut))
 
 

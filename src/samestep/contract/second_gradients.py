@@ -89,8 +89,8 @@ class GradientCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             outputs, inputs = (
-                [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
-                for given in (args[0], args[1] if len(args) > 1 else kwargs.get("inputs"))
+                [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+                for nest in (args[0], args[1] if len(args) > 1 else kwargs.get("inputs"))
             )
             self.taken.append(GradientCall(outputs, inputs, bool(kwargs.get("create_graph"))))
         return func(*args, **kwargs)
@@ -118,10 +118,10 @@ def through_blocks(trial: Trial, calls: Sequence[GradientCall]) -> list[Gradient
     blocks = with_forward(find_blocks(trial.model))
     names = {id(module): name for name, module in trial.model.named_modules()}
     turn = "" if trial.turn is None else f" of turn {trial.turn.name}"
-    found = []
+    passes = []
     for taken in calls:
         if passed := _blocks_between(taken, blocks):
-            found.append(
+            passes.append(
                 GradientThroughBlocks(
                     blocks=[f"{names[id(block)]} ({type(block).__name__})" for block in passed],
                     first=passed[0] is blocks[0],
@@ -129,7 +129,7 @@ def through_blocks(trial: Trial, calls: Sequence[GradientCall]) -> list[Gradient
                     loss=f"the loss{turn}{line_of(trial.loss_function)}",
                 )
             )
-    return found
+    return passes
 
 
 def can_lack_gradients(layout: Layout, engine: Any) -> bool:
@@ -142,29 +142,29 @@ def check_second_gradients(passed: Sequence[GradientThroughBlocks], layout: Layo
     if engine != "native":
         return
     for limit in (limit for limit in _LIMITS if limit.of(layout)):
-        for each in passed:
-            if (each.twice or not limit.twice) and (each.first or not limit.first):
+        for passed_on in passed:
+            if (passed_on.twice or not limit.twice) and (passed_on.first or not limit.first):
                 raise LayoutError(
-                    f'layout "{layout}": {each.loss} takes gradients through {each.blocks[0]}, {limit.why}; use '
-                    f"{limit.use(layout)}"
+                    f'layout "{layout}": {passed_on.loss} takes gradients through {passed_on.blocks[0]}, '
+                    f"{limit.why}; use {limit.use(layout)}"
                 )
 
 
 def _blocks_between(taken: GradientCall, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the blocks with parameters on the graph's paths from the outputs to the inputs, in their order."""
     owner = {id(parameter): block for block in blocks for parameter in block.parameters()}
-    leaves = {id(each) for each in taken.inputs if each.grad_fn is None}
-    ends = {each.grad_fn for each in taken.inputs if each.grad_fn is not None}
-    found: set[int] = set()
-    between = _between([each.grad_fn for each in taken.outputs], leaves, ends)
+    leaves = {id(input_) for input_ in taken.inputs if input_.grad_fn is None}
+    ends = {input_.grad_fn for input_ in taken.inputs if input_.grad_fn is not None}
+    identities: set[int] = set()
+    between = _between([output.grad_fn for output in taken.outputs], leaves, ends)
     for node in between:
         for before, _ in node.next_functions:
             parameter = _parameter_behind(before) if before not in between else None
             if parameter is not None and id(parameter) in owner:
-                found.add(id(owner[id(parameter)]))
+                identities.add(id(owner[id(parameter)]))
     # A gradient with respect to a block's parameter passes through that block.
-    found |= {id(owner[leaf]) for leaf in leaves if leaf in owner}
-    return [block for block in blocks if id(block) in found]
+    identities |= {id(owner[leaf]) for leaf in leaves if leaf in owner}
+    return [block for block in blocks if id(block) in identities]
 
 
 def _between(roots: Sequence[Any], leaves: set[int], ends: set[Any]) -> set[Any]:
@@ -192,7 +192,7 @@ def _is_leaf(node: Any, leaves: set[int]) -> bool:
 def _parameter_behind(node: Any) -> Tensor | None:
     """Return the parameter that an operator takes directly or through views and casts only; else None."""
     while node is not None and not hasattr(node, "variable"):
-        before: Iterator[Any] = (each for each, _ in node.next_functions if each is not None)
+        before: Iterator[Any] = (function for function, _ in node.next_functions if function is not None)
         node, more = next(before, None), next(before, None)
         if more is not None:
             return None

@@ -73,17 +73,19 @@ def check_registered(trial: Trial, total: Tensor) -> None:
     for leaf in _leaves(total):
         if id(leaf) not in own and (isinstance(leaf, nn.Parameter) or id(leaf) in trial.plain_leaves):
             held = (*_held(trial.model), *_held_by_task(trial.task))
-            name, holder = next(((name, holder) for name, holder, each in held if each is leaf), ("a parameter", ""))
+            name, holder = next(
+                ((name, holder) for name, holder, tensor in held if tensor is leaf), ("a parameter", "")
+            )
             raise _not_registered(trial, name, holder)
 
 
 def check_reached(turn: Turn, reached: Sequence[str]) -> None:
     """Raise ContractError where a turn's loss reaches none of the parameters that the turn steps."""
     if not any(turn.steps(name) for name in reached):
-        found = ", ".join([*reached[:3], *(["..."] if len(reached) > 3 else [])]) or "no parameter at all"
+        examples = ", ".join([*reached[:3], *(["..."] if len(reached) > 3 else [])]) or "no parameter at all"
         raise ContractError(
             PARAMETERS,
-            f"the loss reaches none of its own parameters ({', '.join(turn.parameters)}), but {found}; have the "
+            f"the loss reaches none of its own parameters ({', '.join(turn.parameters)}), but {examples}; have the "
             "forward of this turn use them, without detach() or torch.no_grad(), or give the turn the parameters "
             f"that its loss is of{line_of(turn.loss)}",
         )
@@ -259,7 +261,7 @@ def _not_registered(trial: Trial, name: str, holder: str) -> ContractError:
 
 def _module_that_draws(trial: Trial) -> str:
     """Name the innermost module whose forward advances a random generator."""
-    found: list[str] = []
+    drawing: list[str] = []
     before: list[generators.State] = []
 
     def begin(module: nn.Module, arguments: Any) -> None:
@@ -269,8 +271,8 @@ def _module_that_draws(trial: Trial) -> str:
         """Return a forward hook that records the innermost module in whose forward a generator has advanced."""
 
         def end(module: nn.Module, arguments: Any, output: Any) -> None:
-            if generators.moved(before.pop(), generators.state(trial.device)) and not found:
-                found.append(f"{name or 'the model'} ({type(module).__name__})")
+            if generators.moved(before.pop(), generators.state(trial.device)) and not drawing:
+                drawing.append(f"{name or 'the model'} ({type(module).__name__})")
 
         return end
 
@@ -282,4 +284,4 @@ def _module_that_draws(trial: Trial) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else "the loss"
+    return drawing[0] if drawing else "the loss"

@@ -112,15 +112,15 @@ def check(path: Path, layout: Layout, precision: str) -> None:
             f'{path}: num_processes is {processes}, and layout "{layout}" needs {layout.size}; they have to agree'
         )
     try:
-        asked, wanted = precision_of(config.mixed_precision), _PRECISIONS.get(precision)
+        configured, expected = precision_of(config.mixed_precision), _PRECISIONS.get(precision)
         compiler = compiler_of(short_keys(config.dynamo_config, "dynamo_config", "dynamo_"))
         shards = fsdp_keys(config.fsdp_config)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    if wanted is not None and asked != wanted:
+    if expected is not None and configured != expected:
         raise UserError(
-            f"{path}: mixed_precision is {asked!r}, and recipe.precision is {precision}, which is {wanted!r} there; "
-            "they have to agree"
+            f"{path}: mixed_precision is {configured!r}, and recipe.precision is {precision}, which is {expected!r} "
+            "there; they have to agree"
         )
     for section, instead in _REFUSED.items():
         if getattr(config, section):
@@ -159,43 +159,45 @@ def _check_type(path: Path, config: Any, layout: Layout) -> None:
 def _check_sizes(path: Path, sizes: Mapping[str, Any], layout: Layout) -> None:
     """Raise UserError where the file's parallelism_config has other sizes than the layout."""
     for key, axis in AXES.items():
-        asked = sizes.get(f"parallelism_config_{key}", getattr(layout, axis))
-        if asked != getattr(layout, axis):
+        size = sizes.get(f"parallelism_config_{key}", getattr(layout, axis))
+        if size != getattr(layout, axis):
             raise UserError(
-                f'{path}: parallelism_config_{key} is {asked}, and layout "{layout}" has '
+                f'{path}: parallelism_config_{key} is {size}, and layout "{layout}" has '
                 f"{getattr(layout, axis)}; they have to agree"
             )
 
 
-def _check_shards(path: Path, given: Mapping[str, Any], layout: Layout) -> None:
+def _check_shards(path: Path, keys: Mapping[str, Any], layout: Layout) -> None:
     """Raise UserError for FSDP settings that would shard otherwise than the layout says, or that are unknown."""
-    if not is_fsdp2(given):
+    if not is_fsdp2(keys):
         raise UserError(
-            f"{path}: fsdp_version is {given.get('fsdp_version', 1)}; use the file for 2 that "
+            f"{path}: fsdp_version is {keys.get('fsdp_version', 1)}; use the file for 2 that "
             f"`accelerate to-fsdp2 --config_file {path.name} --output_file NEW` writes"
         )
-    if reshards(given) is not (layout.zero == 3):
-        reshard = given.get("fsdp_reshard_after_forward", True)
+    if reshards(keys) is not (layout.zero == 3):
+        reshard = keys.get("fsdp_reshard_after_forward", True)
         raise UserError(
             f'{path}: fsdp_reshard_after_forward is {reshard}, and layout "{layout}" is ZeRO-{layout.zero}; '
             f"true goes with fsdp{layout.shard}, false with zero2x{layout.shard}"
         )
-    for key, value in given.items():
+    for key, value in keys.items():
         if key in _REFUSED_OF_FSDP and value:
             raise UserError(f'{path}: engine "accelerate" does not take {key}; use {_REFUSED_OF_FSDP[key]}')
         if key not in FSDP_KEYS:
             raise UserError(f"{path}: fsdp_config has {key}, which Accelerate does not know; take it out")
     from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
 
-    policy = given.get("fsdp_auto_wrap_policy", "NO_WRAP")
+    policy = keys.get("fsdp_auto_wrap_policy", "NO_WRAP")
     if str(policy).upper() not in FSDP_AUTO_WRAP_POLICY:
         raise UserError(f"{path}: fsdp_auto_wrap_policy is {policy}; it can be {', '.join(FSDP_AUTO_WRAP_POLICY)}")
 
 
-def plugin_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def plugin_settings(settings_of_file: Mapping[str, Any]) -> dict[str, Any]:
     """The section `fsdp_config` as arguments of Accelerate's plugin."""
-    given = fsdp_keys(given)
-    settings = {argument: given[key] for key, argument in _PLUGIN.items() if given.get(key) is not None}
+    settings_of_file = fsdp_keys(settings_of_file)
+    settings = {
+        argument: settings_of_file[key] for key, argument in _PLUGIN.items() if settings_of_file.get(key) is not None
+    }
     settings.setdefault("auto_wrap_policy", "NO_WRAP")
     names = settings.get("transformer_cls_names_to_wrap")
     if isinstance(names, str):

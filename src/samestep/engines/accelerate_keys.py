@@ -83,15 +83,15 @@ def sharding_of(fsdp: Mapping[str, Any]) -> tuple[int, bool]:
     FSDP2 goes by `fsdp_reshard_after_forward` alone; the strategy is FSDP1's.
     """
     strategy = None if is_fsdp2(fsdp) else fsdp.get("fsdp_sharding_strategy")
-    given = strategy if strategy is not None else fsdp.get("fsdp_reshard_after_forward")
-    if given is None:
+    setting = strategy if strategy is not None else fsdp.get("fsdp_reshard_after_forward")
+    if setting is None:
         return 3, False
-    if str(given).lower() in ("true", "false"):
-        return (3 if switch_of(given) else 2), False
+    if str(setting).lower() in ("true", "false"):
+        return (3 if switch_of(setting) else 2), False
     names = list(_STRATEGIES)
-    name = names[int(given) - 1] if str(given) in {"1", "2", "3", "4", "5"} else str(given).upper()
+    name = names[int(setting) - 1] if str(setting) in {"1", "2", "3", "4", "5"} else str(setting).upper()
     if name not in _STRATEGIES:
-        raise UserError(f"fsdp_config.fsdp_sharding_strategy is {given}; use {', '.join(names)}")
+        raise UserError(f"fsdp_config.fsdp_sharding_strategy is {setting}; use {', '.join(names)}")
     return _STRATEGIES[name]
 
 
@@ -99,11 +99,11 @@ def precision_of(mixed_precision: Any, *, fp16: Any = None) -> str:
     """no, fp16, bf16 or fp8. `fp16` is the key of older versions, which counts where there is no newer one."""
     if mixed_precision is None and switch_of(fp16):
         return "fp16"
-    given = str(mixed_precision or "no").lower()
-    given = "no" if given == "false" else given  # YAML reads a bare no as false
-    if given not in ("no", "fp16", "bf16", "fp8"):
-        raise UserError(f"mixed_precision is {given}; use no, fp16, bf16 or fp8")
-    return given
+    precision = str(mixed_precision or "no").lower()
+    precision = "no" if precision == "false" else precision  # YAML reads a bare no as false
+    if precision not in ("no", "fp16", "bf16", "fp8"):
+        raise UserError(f"mixed_precision is {precision}; use no, fp16, bf16 or fp8")
+    return precision
 
 
 def compiler_of(dynamo: Mapping[str, Any], older: Any = None) -> str | None:

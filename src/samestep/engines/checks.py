@@ -64,8 +64,10 @@ def check_layout(engine: Engine, layout: Layout, precision: str, config: Path | 
             f'layout "{layout}": attention=ring is for the ranks of context parallel; use cp2 attention=ring'
         )
     if precision not in able.precisions:
-        known = ", ".join(sorted(able.precisions))
-        raise UserError(f'recipe.precision is {precision}, which engine "{engine.name}" does not have; use {known}')
+        precisions = ", ".join(sorted(able.precisions))
+        raise UserError(
+            f'recipe.precision is {precision}, which engine "{engine.name}" does not have; use {precisions}'
+        )
     engine.check(layout, precision, config)
 
 
@@ -151,25 +153,25 @@ def check_average(average: Average | None, engine: Engine) -> None:
 
 def _check_master_weights(job: Job, engine: Engine, layout: Layout) -> None:
     """Raise UserError where parameters in bf16 can't have a float32 copy with this engine, layout or job."""
-    recipe, said = job.recipe, "recipe.master_weights is true"
+    recipe, setting = job.recipe, "recipe.master_weights is true"
     if not recipe.master_weights:
         return
     if not engine.abilities.master_weights:
-        raise UserError(f'{said}, which engine "{engine.name}" does not have; use engine native')
+        raise UserError(f'{setting}, which engine "{engine.name}" does not have; use engine native')
     if layout.offload not in ("none", "activations"):
         raise LayoutError(
-            f'layout "{layout}": {said}, whose copies stay with the parameters; leave offload={layout.offload} out'
+            f'layout "{layout}": {setting}, whose copies stay with the parameters; leave offload={layout.offload} out'
         )
     if recipe.communication is not None:
         raise UserError(
-            f"{said} and recipe.communication is {recipe.communication.kind}, which is for float32; use one"
+            f"{setting} and recipe.communication is {recipe.communication.kind}, which is for float32; use one"
         )
     if recipe.average is not None:
-        raise UserError(f"{said} and recipe.average is given, which would average rounded weights; use one")
+        raise UserError(f"{setting} and recipe.average is given, which would average rounded weights; use one")
     if job.run.share_replicas:
-        raise UserError(f"{said} and run.share_replicas is true, whose state lies in shared memory; use one")
+        raise UserError(f"{setting} and run.share_replicas is true, whose state lies in shared memory; use one")
     if job.run.reduction == "ordered":
-        raise UserError(f"{said} and run.reduction is ordered, which is for float32; use one")
+        raise UserError(f"{setting} and run.reduction is ordered, which is for float32; use one")
     _check_copies_stepped({"recipe.optimizer": recipe.optimizer})
     for number, group in enumerate(recipe.groups):
         if group.optimizer is None or group.optimizer == recipe.optimizer:
@@ -177,8 +179,8 @@ def _check_master_weights(job: Job, engine: Engine, layout: Layout) -> None:
         where = f"recipe.groups.{number}"
         _check_copies_stepped({f"{where}.optimizer": group.optimizer})
         raise UserError(
-            f"{said}, whose copies one optimizer steps, and {where}.optimizer is another one than recipe.optimizer; "
-            "give the group lr, weight_decay or schedule in its place, or use master_weights: false"
+            f"{setting}, whose copies one optimizer steps, and {where}.optimizer is another one than "
+            "recipe.optimizer; give the group lr, weight_decay or schedule in its place, or use master_weights: false"
         )
 
 
@@ -215,17 +217,17 @@ def check_buckets(
     """Raise UserError where there are no buckets of gradients whose size could be chosen."""
     if bucket_mb is None:
         return
-    said = f"run.bucket_mb is {bucket_mb:g}"
+    setting = f"run.bucket_mb is {bucket_mb:g}"
     if not engine.abilities.buckets:
-        raise UserError(f'{said}, and engine "{engine.name}" has no such buckets; use engine native')
+        raise UserError(f'{setting}, and engine "{engine.name}" has no such buckets; use engine native')
     if communication is not None:  # some methods compress a bucket as a whole
         raise UserError(
-            f"{said}, and recipe.communication is {communication.kind}, whose result it may change; use one"
+            f"{setting}, and recipe.communication is {communication.kind}, whose result it may change; use one"
         )
     if layout.data_ranks == 1 or layout.zero >= 2:
         raise LayoutError(
-            f'layout "{layout}": {said}, and only replicas send gradients in such buckets; use dp2 or zero1x2, or no '
-            "bucket_mb"
+            f'layout "{layout}": {setting}, and only replicas send gradients in such buckets; use dp2 or zero1x2, or '
+            "no bucket_mb"
         )
 
 
@@ -246,19 +248,19 @@ def check_communication(communication: Communication | None, engine: Engine, lay
     """Raise UserError where what a recipe says of its messages can't be had with this engine, layout or precision."""
     if communication is None:
         return
-    said = f"recipe.communication is {communication.kind}"
+    setting = f"recipe.communication is {communication.kind}"
     if not engine.abilities.sends_less:
-        raise UserError(f'{said}, which engine "{engine.name}" does not have; use engine native')
+        raise UserError(f'{setting}, which engine "{engine.name}" does not have; use engine native')
     if layout.size == 1 or layout.replicate != layout.size:
         instead = f"dp{layout.size}" if layout.size > 1 else "dp2"
-        raise LayoutError(f'layout "{layout}": {said}, which is for plain replicas; use {instead}')
+        raise LayoutError(f'layout "{layout}": {setting}, which is for plain replicas; use {instead}')
     if layout.offload not in ("none", "activations"):
         raise LayoutError(
-            f'layout "{layout}": {said}, whose ranks step their whole optimizer; use dp{layout.size} without '
+            f'layout "{layout}": {setting}, whose ranks step their whole optimizer; use dp{layout.size} without '
             f"offload={layout.offload}"
         )
     if precision == "fp16":
-        raise UserError(f"{said} and recipe.precision is fp16, whose scaled gradients it does not take; use bf16")
+        raise UserError(f"{setting} and recipe.precision is fp16, whose scaled gradients it does not take; use bf16")
 
 
 def check_gather(loss: Callable[..., Any], engine: Engine, communication: Communication | None) -> None:
@@ -431,7 +433,7 @@ def _check_reduction(job: Job, engine: Engine, layout: Layout, device: str) -> N
             f"{_ORDERED}, and recipe.precision is {recipe.precision}, which shards round otherwise than replicas; "
             "use fp32 or fp64"
         )
-    wrong = next((each for each in _unordered(job) if each is not None), None)
+    wrong = next((reason for reason in _unordered(job) if reason is not None), None)
     if wrong is not None:
         raise UserError(f"{_ORDERED}, and {wrong}, or reduction: fast")
 
@@ -440,7 +442,7 @@ def _unordered(job: Job) -> Iterator[str | None]:
     """What a job asks for that would change the order of a sum, and what to use."""
     recipe, run = job.recipe, job.run
     optimizers = [recipe.optimizer, *(group.optimizer for group in recipe.groups if group.optimizer is not None)]
-    named = next((each for each in optimizers if isinstance(each, NamedOptimizer)), None)
+    named = next((optimizer for optimizer in optimizers if isinstance(optimizer, NamedOptimizer)), None)
     if run.micro_batch is not None:
         yield f"run.micro_batch is {run.micro_batch}; a virtual rank is one forward: use recipe.virtual_ranks"
     if run.group_by_length:

@@ -67,7 +67,7 @@ def json_of(name: str, text: str) -> Any:
     try:
         return _json(name, text)
     except json.JSONDecodeError as error:
-        plain = _LAST_COMMA.sub(lambda found: found[1] or "", without_comments(text))
+        plain = _LAST_COMMA.sub(lambda match: match[1] or "", without_comments(text))
         try:
             return _json(name, plain)
         except json.JSONDecodeError:
@@ -86,23 +86,23 @@ def refuse_no_texts(name: str, value: Any) -> None:
         raise UserError(f"{name}: character {ord(wrong[0]):#x} can't stand in a text")
     inner = [*value, *value.values()] if isinstance(value, Mapping) else value
     if isinstance(inner, (list, tuple, set)):
-        for each in inner:
-            refuse_no_texts(name, each)
+        for nested in inner:
+            refuse_no_texts(name, nested)
 
 
 def without_comments(text: str) -> str:
     """The text without `// ...`, `# ...` and `/* ... */`, where these don't stand in a string."""
-    return _COMMENT.sub(lambda found: found[1] or "", text)
+    return _COMMENT.sub(lambda match: match[1] or "", text)
 
 
 def unique(name: str, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
     """A section of these keys and values. Raises UserError for a key that stands twice."""
-    found: dict[Any, Any] = {}
+    values: dict[Any, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in values:
             raise UserError(f"{name}: key {shown(key)} stands twice; keep one of them")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def yaml_of(name: str, text: str) -> Any:

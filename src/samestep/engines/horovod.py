@@ -49,14 +49,14 @@ class HorovodSettings:
 
     def variables(self) -> dict[str, str]:
         """The environment variables from which Horovod reads these settings when it starts."""
-        found = {}
+        variables = {}
         if self.fusion_threshold_mb is not None:
-            found["HOROVOD_FUSION_THRESHOLD"] = str(round(self.fusion_threshold_mb * 2**20))
+            variables["HOROVOD_FUSION_THRESHOLD"] = str(round(self.fusion_threshold_mb * 2**20))
         if self.cycle_time_ms is not None:
-            found["HOROVOD_CYCLE_TIME"] = str(self.cycle_time_ms)
+            variables["HOROVOD_CYCLE_TIME"] = str(self.cycle_time_ms)
         if self.messages == "mpi":
-            found |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
-        return found
+            variables |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+        return variables
 
     def bytes_sent(self, parameter: Tensor) -> int:
         """Bytes of the message that carries a parameter's gradient."""
@@ -222,9 +222,9 @@ class HorovodTrainer(NativeTrainer):
     def sent(self) -> Mapping[str, int]:
         """Bytes that this rank sends in a step, by kind of collective."""
         ranks = dist.get_world_size()
-        each = [self._settings.bytes_sent(p) for p in self.model.parameters() if p.requires_grad]
+        sizes = [self._settings.bytes_sent(p) for p in self.model.parameters() if p.requires_grad]
         # A ring all-reduce, as comm.traffic counts those of torch.distributed.
-        return {"all-reduce": round(2 * (ranks - 1) / ranks * sum(each))}
+        return {"all-reduce": round(2 * (ranks - 1) / ranks * sum(sizes))}
 
 
 class _UsedOnceSynchronized(UnusedParametersOfReplicas):

@@ -88,10 +88,10 @@ class Precision:
         if not by_device:  # this rank has no gradient
             by_device[self._zero.device] = torch.zeros_like(self._zero)
         if everyone is not None:
-            of_any = torch.stack([each.to(self._zero.device) for each in by_device.values()]).amax()
+            of_any = torch.stack([flag.to(self._zero.device) for flag in by_device.values()]).amax()
             dist.all_reduce(of_any, dist.ReduceOp.MAX, everyone)
-            for each in by_device.values():
-                each.copy_(of_any)
+            for flag in by_device.values():
+                flag.copy_(of_any)
 
     def update(self, optimizer: Optimizer) -> None:
         """Step the optimizer, unless a scaled gradient overflowed on any rank."""

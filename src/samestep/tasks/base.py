@@ -104,9 +104,9 @@ class Task(ABC):
         """Names for the rows of per-class metrics, where there are classes."""
         return None
 
-    def predict(self, model: Model, wanted: ToPredict) -> Iterator[Prediction]:
+    def predict(self, model: Model, request: ToPredict) -> Iterator[Prediction]:
         """Yield a prediction for each sample: of the samples of a file (`predicts_from`), or of the held-out ones."""
-        yield from predict_each(self, model, self.eval_set() or (), wanted.batch)
+        yield from predict_each(self, model, self.eval_set() or (), request.batch)
 
     def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
         """A mapping for each sample of a batch, of values that JSON can hold.

@@ -63,9 +63,9 @@ class DecoderModel:
 
     @model_validator(mode="before")
     @classmethod
-    def _sizes_come_with_a_folder(cls, given: Any) -> Any:
+    def _sizes_come_with_a_folder(cls, values: Any) -> Any:
         sizes = ("type", "layers", "hidden", "heads", "key_value_heads", "feed_forward", "tied", "dropout")
-        return refuse_together(given, "folder", sizes, "comes with the model in the folder; config changes it")
+        return refuse_together(values, "folder", sizes, "comes with the model in the folder; config changes it")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "DecoderModel":
@@ -162,15 +162,15 @@ def _look_at(model: DecoderModel, config: "PreTrainedConfig") -> "PreTrainedMode
 
 def _sizes(model: DecoderModel, plain: "PreTrainedConfig") -> dict[str, Any]:
     """The sizes under the keys that this model type has for them."""
-    wanted = {
+    wanted_sizes = {
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,
         "feed_forward": model.feed_forward or 4 * model.hidden,
     }
     if model.key_value_heads or hasattr(plain, "num_key_value_heads"):
-        wanted["key_value_heads"] = model.key_value_heads or model.heads
-    sizes: dict[str, Any] = transformers_model.sized(plain, wanted, _KNOWN_TO_FIT)
+        wanted_sizes["key_value_heads"] = model.key_value_heads or model.heads
+    sizes: dict[str, Any] = transformers_model.sized(plain, wanted_sizes, _KNOWN_TO_FIT)
     if hasattr(plain, "head_dim"):  # in some types a size of its own
         sizes["head_dim"] = model.hidden // model.heads
     return sizes | {key: model.dropout for key in _DROPOUT_KEYS if hasattr(plain, key)}
@@ -193,9 +193,9 @@ class LanguageData:
 
     @model_validator(mode="before")
     @classmethod
-    def _one_way(cls, given: Any) -> Any:
-        refuse_together(given, "eval_source", ["held_out"], "is for held-out text taken from source")
-        return refuse_together(given, "tokenizer", ["vocabulary"], "is for a tokenizer trained on the text")
+    def _one_way(cls, values: Any) -> Any:
+        refuse_together(values, "eval_source", ["held_out"], "is for held-out text taken from source")
+        return refuse_together(values, "tokenizer", ["vocabulary"], "is for a tokenizer trained on the text")
 
 
 def read(data: LanguageData) -> RunningText:
@@ -273,16 +273,16 @@ class CausalLM(Task):
         losses = _cross_entropy(output, batch.targets, "none").reshape(batch.targets.shape)  # [batch, length]
         return losses.double().sum(dim=1), (batch.targets != IGNORED).sum(dim=1)
 
-    def predict(self, model: Model, wanted: ToPredict) -> Iterator[Prediction]:
+    def predict(self, model: Model, request: ToPredict) -> Iterator[Prediction]:
         """The loss of each held-out block, or of each line of a file; and how the model goes on with the line."""
-        if wanted.file is None:
-            yield from super().predict(model, wanted)
+        if request.file is None:
+            yield from super().predict(model, request)
             return
-        for text in lines_of(wanted.file):
-            found = {"text": text, **self._loss_of(text, model, wanted.batch)}
-            if wanted.new_tokens:
-                found["continuation"] = self._continued(text, model, wanted.new_tokens)
-            yield found
+        for text in lines_of(request.file):
+            prediction = {"text": text, **self._loss_of(text, model, request.batch)}
+            if request.new_tokens:
+                prediction["continuation"] = self._continued(text, model, request.new_tokens)
+            yield prediction
 
     def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
         """The mean loss of each block's tokens in nats, and how many they are."""
@@ -301,10 +301,10 @@ class CausalLM(Task):
         import torch
 
         ids = self._tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
-        known = ids or ([] if self._end is None else [self._end])  # a document stands behind another's end
+        prompt = ids or ([] if self._end is None else [self._end])  # a document stands behind another's end
         written: list[int] = []
-        while known and len(written) < most:
-            seen = [*known, *written][-self._data.length :]
+        while prompt and len(written) < most:
+            seen = [*prompt, *written][-self._data.length :]
             logits = getattr(output := model({"input_ids": torch.tensor([seen])}), "logits", output)
             following = int(logits[0, -1].argmax())
             if following == self._end:

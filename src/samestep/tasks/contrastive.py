@@ -71,13 +71,16 @@ class Term:
     scale: Scalar
     bias: Scalar = _NONE
 
-    def sum_of(self, output: Mapping[str, Tensor], columns: Tensor, mine: Tensor) -> Tensor:
-        """The sum over this call's samples. `columns` [samples of the batch, width]; `mine` [samples of the call]."""
+    def sum_of(self, output: Mapping[str, Tensor], columns: Tensor, columns_of_rows: Tensor) -> Tensor:
+        """The sum over this call's samples.
+
+        `columns` [samples of the batch, width]; `columns_of_rows` [samples of the call].
+        """
         logits = output[self.rows] @ columns.T * self.scale.of(output) + self.bias.of(output)
         if self.kind == "softmax":
-            return F.cross_entropy(logits, mine, reduction="sum")
+            return F.cross_entropy(logits, columns_of_rows, reduction="sum")
         signs = -torch.ones_like(logits)
-        signs[torch.arange(len(mine), device=mine.device), mine] = 1
+        signs[torch.arange(len(columns_of_rows), device=columns_of_rows.device), columns_of_rows] = 1
         return -F.logsigmoid(signs * logits).sum()
 
 
@@ -101,8 +104,10 @@ class Contrast:
     @property
     def scalars(self) -> list[Scalar]:
         """Those that are functions of parameters."""
-        found = [each for term in self.terms for each in (term.scale, term.bias) if each.parameter is not None]
-        return list(dict.fromkeys(found))
+        scalars = [
+            scalar for term in self.terms for scalar in (term.scale, term.bias) if scalar.parameter is not None
+        ]
+        return list(dict.fromkeys(scalars))
 
     def follow(self, model: nn.Module) -> nn.Module:
         """Make a model give what the loss is computed from, and nothing else, as a dictionary of tensors."""
@@ -111,17 +116,17 @@ class Contrast:
 
     def outputs(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
         """The embeddings in what a model gave, and the scalars of its parameters."""
-        found = {name: _named(output)[name] for name in self.embeddings}
+        outputs = {name: _named(output)[name] for name in self.embeddings}
         for scalar in self.scalars:
-            found[scalar.key] = _value(model, scalar)
-        return found
+            outputs[scalar.key] = _value(model, scalar)
+        return outputs
 
     def loss_sum(self, output: Mapping[str, Tensor], gather: Gather = alone) -> Tensor:
         """The sum over this call's samples, held against those of the whole batch."""
         first, second = self.embeddings
         everyone = dict(zip(self.embeddings, gather((output[first], output[second])), strict=True))
-        mine = gather.rows(output[first])
-        sums = [term.sum_of(output, everyone[term.columns], mine) for term in self.terms]
+        own_rows = gather.rows(output[first])
+        sums = [term.sum_of(output, everyone[term.columns], own_rows) for term in self.terms]
         return torch.stack(sums).mean()
 
 
@@ -149,7 +154,7 @@ def find_contrast(model: nn.Module, inputs: Mapping[str, Any]) -> Contrast | Non
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not math.isfinite(loss):
             return None
         tolerance = _TOLERANCES.get(loss.dtype, 1e-4) * abs(float(loss))
-        fitting = [each for value, each in _candidates(model, output) if abs(float(value - loss)) <= tolerance]
+        fitting = [term for value, term in _candidates(model, output) if abs(float(value - loss)) <= tolerance]
     return fitting[0] if len(fitting) == 1 else None
 
 
@@ -172,16 +177,19 @@ def _candidates(model: nn.Module, output: Mapping[str, Any]) -> Iterator[tuple[T
     functions = [Scalar(name, function) for name in scalars for function in _FUNCTIONS]
     biases = [_NONE, *(Scalar(name) for name in scalars)]
     for pair in combinations(_embeddings(output), 2):
-        given: dict[str, Any] = {name: output[name] for name in pair}
+        outputs: dict[str, Any] = {name: output[name] for name in pair}
         for scalar in functions:
-            given[scalar.key] = _value(model, scalar)
+            outputs[scalar.key] = _value(model, scalar)
         first, second = pair
         both = ((first, second), (second, first))
         softmax = [Term("softmax", rows, columns, s) for s in (_ONE, *functions) for rows, columns in both]
         # A sum over all pairs of samples is the same from both sides.
         sigmoid = [Term("sigmoid", first, second, scale, bias) for scale, bias in product((_ONE, *functions), biases)]
-        mine = torch.arange(len(given[pair[0]]), device=given[pair[0]].device)
-        values = {term: term.sum_of(given, given[term.columns], mine) / len(mine) for term in (*softmax, *sigmoid)}
+        diagonal = torch.arange(len(outputs[pair[0]]), device=outputs[pair[0]].device)
+        values = {
+            term: term.sum_of(outputs, outputs[term.columns], diagonal) / len(diagonal)
+            for term in (*softmax, *sigmoid)
+        }
         yield from ((value, Contrast((term,))) for term, value in values.items())
         for two in combinations(softmax, 2):
             yield (values[two[0]] + values[two[1]]) / 2, Contrast(two)

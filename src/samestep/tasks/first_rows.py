@@ -80,8 +80,8 @@ def _unlike(rows: Sequence[Any], alone: Sequence[Part], number: int) -> list[Any
     if not alone:
         return list(rows[:number])
     amounts = [_amounts(part.inputs) for part in alone]
-    sizes = [sum(each) for each in amounts]
-    some = [index for index, each in enumerate(amounts) if all(each)] or list(range(len(rows)))
+    sizes = [sum(amount) for amount in amounts]
+    some = [index for index, amount in enumerate(amounts) if all(amount)] or list(range(len(rows)))
     unlike = sorted({amounts[index]: index for index in reversed(some)}.values(), key=lambda index: sizes[index])
     if len(unlike) > number:  # the least and the most
         unlike = [*unlike[:_FIRST], *unlike[_FIRST - number :]] if number > _FIRST else unlike[-number:]
@@ -99,7 +99,7 @@ def _amounts(inputs: Mapping[str, Any]) -> tuple[int, ...]:
         if _marks(value):
             amounts.append(int((value != 0).sum()))
         if isinstance(value, (list, tuple)):
-            amounts += [len(each) for each in tensors_in(value) if each.ndim]
+            amounts += [len(tensor) for tensor in tensors_in(value) if tensor.ndim]
     return tuple(amounts)
 
 

@@ -71,10 +71,10 @@ class HuggingFace(Task):
         if loss is None and loss_weights:
             raise UserError("loss_weights= is given without loss=, whose terms it names; give both")
         processors = _processors(collator) if processor is None else _listed(processor)
-        for each in processors:
-            if not callable(getattr(each, "save_pretrained", None)):
+        for one in processors:
+            if not callable(getattr(one, "save_pretrained", None)):
                 raise UserError(
-                    f"processor= is a {type(each).__name__}; use what has save_pretrained, such as a tokenizer"
+                    f"processor= is a {type(one).__name__}; use what has save_pretrained, such as a tokenizer"
                 )
         _check_data(data, "data=")
         if eval_data is not None:
@@ -259,25 +259,25 @@ class HuggingFace(Task):
             ]
         if labels.ndim == 1:
             return of_classes(logits.softmax(dim=-1), labels, self._facts.names)
-        found, known, counted = self._labelled(logits.argmax(dim=-1), labels)
+        predicted, targets, counted = self._labelled(logits.argmax(dim=-1), labels)
         return [
             {"prediction": row[mask].tolist(), "target": target[mask].tolist()}
-            for row, target, mask in zip(found, known, counted, strict=True)
+            for row, target, mask in zip(predicted, targets, counted, strict=True)
         ]
 
     def _right(self, output: Any, batch: Batch) -> tuple[int, int]:
         """The number of labels that the model predicts, and the number of all labels that count."""
         labels = batch.targets[self._facts.labels[0]]
-        found, known, counted = self._labelled(output.logits.argmax(dim=-1), labels)
-        return int(((found == known) & counted).sum()), int(counted.sum())
+        predicted, targets, counted = self._labelled(output.logits.argmax(dim=-1), labels)
+        return int(((predicted == targets) & counted).sum()), int(counted.sum())
 
-    def _labelled(self, found: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _labelled(self, predicted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Predictions, labels, and a mask of the labels that count. Where the loss is that of the next token, labels
         are shifted by one token."""
         terms = self._facts.terms
         if terms is not None and terms.kind == "shifted":
-            found, labels = found[..., :-1], labels[..., 1:]
-        return found, labels, labels >= 0 if terms is None else labels != terms.ignored
+            predicted, labels = predicted[..., :-1], labels[..., 1:]
+        return predicted, labels, labels >= 0 if terms is None else labels != terms.ignored
 
     def _collated(self, samples: Sequence[Any]) -> Mapping[str, Any]:
         """A batch as the collator gives it. Raises UserError for what is no mapping of tensors."""
@@ -338,7 +338,7 @@ _PROCESSORS = ("tokenizer", "processing_class", "processor", "image_processor", 
 def _processors(collator: Any) -> Sequence[Any]:
     """The processors that a collator has as attributes."""
     held = [getattr(collator, name, None) for name in _PROCESSORS]
-    return [each for each in held if hasattr(each, "save_pretrained")]
+    return [processor for processor in held if hasattr(processor, "save_pretrained")]
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -359,10 +359,10 @@ def _no_tensor_in(value: Any) -> str | None:
     """What stands in the place of tensors in a collated value: a list of numbers, an array; None where none does."""
     if type(value).__module__ == "numpy":
         return type(value).__name__
-    if isinstance(value, (list, tuple)) and any(isinstance(each, (bool, int, float)) for each in value):
+    if isinstance(value, (list, tuple)) and any(isinstance(item, (bool, int, float)) for item in value):
         return type(value).__name__
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return next((wrong for each in inside if (wrong := _no_tensor_in(each)) is not None), None)
+    return next((wrong for item in inside if (wrong := _no_tensor_in(item)) is not None), None)
 
 
 def _check_rows(rows: list[Any], where: str, facts: ModelFacts) -> None:
@@ -388,9 +388,10 @@ def _check_model(model: Any) -> None:
         what = "None" if model is None else f"a {type(model).__name__}"
         raise UserError(f"model= is {what}; use an nn.Module, {load}or a function without arguments that builds one")
     needed = [
-        each.name
-        for each in inspect.signature(model).parameters.values()
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        parameter.name
+        for parameter in inspect.signature(model).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if needed:
         name = getattr(model, "__name__", type(model).__name__)

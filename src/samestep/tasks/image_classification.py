@@ -181,8 +181,8 @@ class ImageData:
 
     @model_validator(mode="before")
     @classmethod
-    def _one_way(cls, given: Any) -> Any:
-        return refuse_together(given, "eval_source", ["held_out"], "is for held-out images taken from source")
+    def _one_way(cls, values: Any) -> Any:
+        return refuse_together(values, "eval_source", ["held_out"], "is for held-out images taken from source")
 
 
 class ImageSet(WholeDigest):
@@ -193,10 +193,10 @@ class ImageSet(WholeDigest):
         self.labels = labels  # [images]
 
     def digest(self) -> str:
-        found = hashlib.sha256(f"{self.pixels.shape}".encode())
-        found.update(self.pixels.tobytes())
-        found.update(self.labels.astype("<i8").tobytes())
-        return found.hexdigest()[:32]
+        hasher = hashlib.sha256(f"{self.pixels.shape}".encode())
+        hasher.update(self.pixels.tobytes())
+        hasher.update(self.labels.astype("<i8").tobytes())
+        return hasher.hexdigest()[:32]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -241,9 +241,9 @@ def read(data: ImageData) -> Pictures:
     return Pictures(names=source.names, train=sides[0], held_out=sides[1])
 
 
-def like(known: ImageSet, files: Sequence[Path], data: ImageData) -> ImageSet:
+def like(own: ImageSet, files: Sequence[Path], data: ImageData) -> ImageSet:
     """Images of files in the size and colours of known ones. Raises UserError where they have another size."""
-    channels, height, width = known.pixels.shape[1:]
+    channels, height, width = own.pixels.shape[1:]
     images = LabelledImages(pixels=[decoded(file) for file in files], labels=[UNKNOWN] * len(files))
     for file, pixels in zip(files, images.pixels, strict=True):
         if data.size is None and pixels.shape[:2] != (height, width):
@@ -339,15 +339,15 @@ class ImageClassification(Classification):
     def class_names(self) -> Sequence[str]:
         return self._pictures.names
 
-    def predict(self, model: Model, wanted: ToPredict) -> Iterator[Prediction]:
+    def predict(self, model: Model, request: ToPredict) -> Iterator[Prediction]:
         """The class of each held-out image, or of each of a folder."""
-        if wanted.file is None:
-            yield from super().predict(model, wanted)
+        if request.file is None:
+            yield from super().predict(model, request)
             return
-        files = images.files_of(wanted.file, "--input")
+        files = images.files_of(request.file, "--input")
         samples = like(self._pictures.train, files, self._data)
-        for file, found in zip(files, predict_each(self, model, samples, wanted.batch), strict=True):
-            yield {"file": str(file), **found}
+        for file, prediction in zip(files, predict_each(self, model, samples, request.batch), strict=True):
+            yield {"file": str(file), **prediction}
 
     @property
     def _size(self) -> tuple[int, int]:

@@ -116,11 +116,11 @@ def _pieces(name: str, labels: Any) -> Iterator[Terms]:
     """The rows of the tensors in a list with an entry for each sample, such as the boxes of images."""
     if not isinstance(labels, (list, tuple)) or not labels:
         return
-    if all(isinstance(each, Tensor) and each.ndim for each in labels):
+    if all(isinstance(label, Tensor) and label.ndim for label in labels):
         yield Terms("pieces", name)
-    elif all(isinstance(each, Mapping) for each in labels):
+    elif all(isinstance(label, Mapping) for label in labels):
         for key, value in labels[0].items():
-            if all(isinstance(each.get(key), Tensor) and each[key].ndim for each in labels) and value.ndim:
+            if all(isinstance(label.get(key), Tensor) and label[key].ndim for label in labels) and value.ndim:
                 yield Terms("pieces", name, key=key)
 
 

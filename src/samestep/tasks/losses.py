@@ -67,10 +67,10 @@ def takes_gather(loss: Callable[..., Any]) -> bool:
     function = getattr(loss, "__func__", loss)  # of a method, of which there is another object each time
     if not isinstance(function, FunctionType):
         return _names_gather(loss)
-    known = _known.get(function)
-    if known is None:
-        known = _known[function] = _names_gather(loss)
-    return known
+    takes = _known.get(function)
+    if takes is None:
+        takes = _known[function] = _names_gather(loss)
+    return takes
 
 
 def _names_gather(loss: Callable[..., Any]) -> bool:

@@ -70,9 +70,9 @@ class Nearest:
         """The share of rows whose nearest among all others' rows is their own."""
         if not self._known:
             return torch.tensor(math.nan)
-        wanted, among = (torch.cat(parts).double() for parts in zip(*self._known, strict=True))
-        nearest = torch.cat([(some @ among.T).argmax(dim=1) for some in wanted.split(_AT_ONCE)])
-        return (nearest == torch.arange(len(wanted))).double().mean()
+        targets, among = (torch.cat(parts).double() for parts in zip(*self._known, strict=True))
+        nearest = torch.cat([(some @ among.T).argmax(dim=1) for some in targets.split(_AT_ONCE)])
+        return (nearest == torch.arange(len(targets))).double().mean()
 
 
 class OfConfusion:
@@ -86,8 +86,8 @@ class OfConfusion:
     def update(self, probabilities: Tensor, truth: Tensor) -> None:
         """Count pairs of truth and prediction: [classes, classes]."""
         pairs = truth * self._classes + probabilities.argmax(dim=1)
-        found = torch.bincount(pairs, minlength=self._classes**2)
-        self._matrix = self._matrix + found.reshape(self._classes, self._classes)
+        counts = torch.bincount(pairs, minlength=self._classes**2)
+        self._matrix = self._matrix + counts.reshape(self._classes, self._classes)
 
     def compute(self) -> Tensor:
         return self._value(self._matrix)

@@ -123,23 +123,23 @@ def model_facts(
         raise UserError(f"the collator gave nothing that {name} takes; use names that its forward has")
     if own_loss:
         return ModelFacts(accepted=accepted, labels=labels, terms=None)
-    found, contrast = _tried(built, parts, labels, count, is_new=is_new)
+    found_terms, contrast = _tried(built, parts, labels, count, is_new=is_new)
     slack = 0.0
-    if found.terms is not None and found.terms.kind == "marked" and not _is_large(built):
+    if found_terms.terms is not None and found_terms.terms.kind == "marked" and not _is_large(built):
         with in_float64(), suppress(UserError):  # it may have no float64
-            slack = slack_of(copied(built).double(), _in(parts, torch.float64), found.terms)
-    classes = None if contrast is not None else _classes(parts.first, labels, found)
+            slack = slack_of(copied(built).double(), _in(parts, torch.float64), found_terms.terms)
+    classes = None if contrast is not None else _classes(parts.first, labels, found_terms)
     id2label = getattr(getattr(built, "config", None), "id2label", None) or {}
     return ModelFacts(
         accepted=accepted,
         labels=labels,
-        terms=found.terms,
-        doubtful=found.doubtful,
+        terms=found_terms.terms,
+        doubtful=found_terms.doubtful,
         slack=slack,
         classes=classes,
         names=[str(id2label.get(number, number)) for number in range(classes or 0)],
         contrast=contrast,
-        weighted=found.weighted,
+        weighted=found_terms.weighted,
         held_out=chosen.held_out and contrast is None,
     )
 
@@ -148,10 +148,10 @@ def _labels(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     """The names of the inputs that are labels: tensors, or lists with an entry for each sample."""
     from transformers.utils.generic import find_labels
 
-    known = find_labels(type(model)) or ["labels"]
+    label_names = find_labels(type(model)) or ["labels"]
     return [
         name
-        for name in known
+        for name in label_names
         if isinstance(inputs.get(name), (list, tuple)) or (isinstance(inputs.get(name), Tensor) and inputs[name].ndim)
     ]
 
@@ -220,9 +220,9 @@ def _in(parts: Parts, dtype: torch.dtype) -> Parts:
 def _contrast(model: nn.Module, inputs: Mapping[str, Any]) -> Contrast | None:
     """The contrastive loss of a model, also of one that computes it only when asked to."""
     accepted = _accepted(model) or ()
-    asked = {RETURN_LOSS: True} if RETURN_LOSS in accepted else {}
+    switch = {RETURN_LOSS: True} if RETURN_LOSS in accepted else {}
     try:
-        return find_contrast(model, {**inputs, **asked})
+        return find_contrast(model, {**inputs, **switch})
     except Exception:  # it can't take these rows, or be copied, which has been said already
         return None
 
@@ -256,21 +256,21 @@ def _accepted(model: nn.Module) -> frozenset[str] | None:
     """Return the names that a forward accepts; None if it accepts any."""
     parameters = inspect.signature(model.forward).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = frozenset(each.name for each in parameters if each.kind not in variable)
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    named = frozenset(parameter.name for parameter in parameters if parameter.kind not in variable)
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     return None if takes_any and "labels" not in named and len(named) < 2 else named
 
 
-def _classes(part: Part, labels: Sequence[str], found: FoundTerms) -> int | None:
+def _classes(part: Part, labels: Sequence[str], found_terms: FoundTerms) -> int | None:
     """Count the classes of the labels; None if labels are no classes, or have no logits."""
     target = part.inputs[labels[0]] if labels else None
-    if not isinstance(target, Tensor) or target.is_floating_point() or found.logits is None:
+    if not isinstance(target, Tensor) or target.is_floating_point() or found_terms.logits is None:
         return None
-    if found.terms is not None and found.terms.kind == "samples" and target.ndim > 1:
+    if found_terms.terms is not None and found_terms.terms.kind == "samples" and target.ndim > 1:
         return None
-    if list(found.logits[:-1]) != list(target.shape) or found.logits[-1] < 2:
+    if list(found_terms.logits[:-1]) != list(target.shape) or found_terms.logits[-1] < 2:
         return None
-    return found.logits[-1]
+    return found_terms.logits[-1]
 
 
 def _named(terms: Terms) -> str:

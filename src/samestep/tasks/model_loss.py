@@ -106,16 +106,16 @@ def computed_in(model: nn.Module) -> Iterator[Tensor]:
         yield from (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, Tensor) and not leaf.is_leaf)
 
 
-def find_terms(model: nn.Module, parts: Parts, labels: Sequence[str], given: Any = None) -> FoundTerms:
+def find_terms(model: nn.Module, parts: Parts, labels: Sequence[str], own_count: Any = None) -> FoundTerms:
     """What the model's loss is a mean over.
 
-    `labels` are the names of the inputs that the loss is held against; there may be none. `given` is the user's own
-    count. Raises UserError where the model can't be called, and NoFitError where no count fits, or several do.
+    `labels` are the names of the inputs that the loss is held against; there may be none. `own_count`: the user's.
+    Raises UserError where the model can't be called, and NoFitError where no count fits, or several do.
     """
     trial = _Trial(model=model, parts=parts, labels=labels)
     with at_rest(model):
-        if given is not None:
-            _check_given(trial, given)
+        if own_count is not None:
+            _check_given(trial, own_count)
             return FoundTerms(terms=None, logits=_shape(trial.of("first").logits))
         counts = _counts(candidates(model, parts.whole.inputs, labels), parts)
         if weighted := _weighted(trial, list(counts)):
@@ -134,15 +134,15 @@ def _shape(logits: Tensor | None) -> Sequence[int] | None:
 
 def _counts(tried: Sequence[Terms], parts: Parts) -> dict[Terms, list[int]]:
     """The number of terms of every part, by candidate; without those that some rows can't be counted by."""
-    found: dict[Terms, list[int]] = {}
+    by_terms: dict[Terms, list[int]] = {}
     for terms in tried:
         try:
             counts = [terms.of(part) for part in parts.counted]
         except (KeyError, IndexError, TypeError, AttributeError, RuntimeError):
             continue
         if counts[0]:
-            found[terms] = counts
-    return found
+            by_terms[terms] = counts
+    return by_terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +234,7 @@ def _weighted(trial: _Trial, tried: Sequence[Terms]) -> Mapping[str, WeightedTer
     weighted: dict[str, WeightedTerm] = {}
     for name, weight in weights.items():
         means = [trial.of(part).terms.get(name, math.nan) for part in ("whole", "first", "rest")]
-        errors = {terms: _misfit_of(means, each) for terms, each in counts.items()}
+        errors = {terms: _misfit_of(means, of_parts) for terms, of_parts in counts.items()}
         best = min(errors, key=lambda terms: errors[terms])
         fitting = [terms for terms, error in errors.items() if error <= max(_CLEARLY * errors[best], trial.epsilon)]
         told = all(proportional(counts[best], counts[terms]) for terms in fitting)
@@ -272,7 +272,7 @@ def _fitting(trial: _Trial, counts: Mapping[Terms, Sequence[int]]) -> list[Terms
             f"{trial.name} gives a loss of {whole} for {trial.parts.whole.what}; use rows with labels that "
             "count, and a model of finite weights"
         )
-    errors = {terms: _error(each, trial) for terms, each in counts.items()}
+    errors = {terms: _error(of_parts, trial) for terms, of_parts in counts.items()}
     best = min(errors, key=lambda terms: errors[terms], default=None)
     if best is None or errors[best] > trial.tolerance:
         raise NoFitError(_misfit(trial))
@@ -297,10 +297,10 @@ def _fitting(trial: _Trial, counts: Mapping[Terms, Sequence[int]]) -> list[Terms
     return fitting
 
 
-def _check_given(trial: _Trial, given: Any) -> None:
+def _check_given(trial: _Trial, own_count: Any) -> None:
     """Raise UserError where the user's count is not the loss's."""
     parts = (trial.parts.whole, trial.parts.first, trial.parts.rest)
-    if _error([int(given(part.inputs)) for part in parts], trial) > trial.tolerance:
+    if _error([int(own_count(part.inputs)) for part in parts], trial) > trial.tolerance:
         raise NoFitError(f"count=: the loss of {trial.name} is no mean over as many terms; {_advice(trial)}")
 
 
@@ -320,10 +320,10 @@ def _misfit_of(means: Sequence[float], counts: Sequence[int]) -> float:
 
 def _matching_logits(trial: _Trial, fitting: Sequence[Terms]) -> list[Terms]:
     """The candidates of labels by which the cross-entropy of the logits is the model's mean."""
-    part, given = trial.parts.first, trial.of("first")
+    part, forward = trial.parts.first, trial.of("first")
     errors: dict[Terms, float] = {}
     for terms in fitting:
-        logits, labels = given.logits, part.inputs.get(terms.label)
+        logits, labels = forward.logits, part.inputs.get(terms.label)
         if not terms.of_labels or logits is None or not isinstance(labels, Tensor) or labels.is_floating_point():
             continue
         if logits.shape[:-1] != labels.shape or logits.shape[-1] < 2:
@@ -337,7 +337,7 @@ def _matching_logits(trial: _Trial, fitting: Sequence[Terms]) -> list[Terms]:
             continue
         flat = logits.reshape(-1, logits.shape[-1]).double()
         mean = F.cross_entropy(flat, labels.reshape(-1).long(), ignore_index=terms.ignored)
-        errors[terms] = abs(float(mean) - given.mean) / (abs(given.mean) + 1)
+        errors[terms] = abs(float(mean) - forward.mean) / (abs(forward.mean) + 1)
     best = min(errors.values(), default=math.inf)
     most = min(trial.tolerance, max(_CLEARLY * best, _LEAST * trial.epsilon))
     return [terms for terms, error in errors.items() if error <= most]

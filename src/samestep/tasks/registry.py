@@ -70,15 +70,15 @@ def _find_class(name: str) -> type[Task]:
     if not separator or not file.endswith(".py"):
         raise UserError(f'recipe.task is "{name}"; {closest(name, TASKS)}, or path/to/file.py:ClassName')
     module = import_file(Path(file))
-    found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        what = "is not a subclass of samestep.Task" if found is not None else "is not in that file"
+    task_class = getattr(module, class_name, None)
+    if not (isinstance(task_class, type) and issubclass(task_class, Task)):
+        what = "is not a subclass of samestep.Task" if task_class is not None else "is not in that file"
         there = [key for key, value in vars(module).items() if _is_whole_task(value)]
         raise UserError(f'recipe.task is "{name}": {class_name} {what}; tasks there: {", ".join(there) or "none"}')
-    if inspect.isabstract(found):
-        lacking = ", ".join(f"{method}()" for method in sorted(found.__abstractmethods__))
+    if inspect.isabstract(task_class):
+        lacking = ", ".join(f"{method}()" for method in sorted(task_class.__abstractmethods__))
         raise UserError(f'recipe.task is "{name}": {class_name} must also have {lacking}')
-    return found
+    return task_class
 
 
 def _is_whole_task(value: Any) -> bool:
@@ -182,18 +182,18 @@ def arguments_of(task_class: type[Task], recipe: Recipe) -> dict[str, Any]:
     """
     parameters = {} if task_class.__init__ is object.__init__ else dict(inspect.signature(task_class).parameters)
     hints = hints_of(task_class.__init__)
-    given: dict[str, tuple[str, Any]] = {}  # argument -> where it stands, value
+    places: dict[str, tuple[str, Any]] = {}  # argument -> where it stands, value
     for section in _SECTIONS:
         value = getattr(recipe, section)
         if section in recipe.args:
             raise UserError(f"recipe.args.{section} must stand one level higher, as recipe.{section}")
         if section in parameters and (value or parameters[section].default is inspect.Parameter.empty):
-            given[section] = (f"recipe.{section}", value)
+            places[section] = (f"recipe.{section}", value)
         elif value and section not in parameters:
             raise UserError(f'recipe.{section} is given, but task "{recipe.task}" takes no {section}')
-    given |= {name: (f"recipe.args.{name}", value) for name, value in recipe.args.items()}
+    places |= {name: (f"recipe.args.{name}", value) for name, value in recipe.args.items()}
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for name, (where, _) in given.items():
+    for name, (where, _) in places.items():
         if name not in parameters and not takes_any:
             raise UserError(f'unknown key "{where}"; {closest(name, parameters)}')
     for name, parameter in parameters.items():
@@ -201,9 +201,9 @@ def arguments_of(task_class: type[Task], recipe: Recipe) -> dict[str, Any]:
             inspect.Parameter.VAR_KEYWORD,
             inspect.Parameter.VAR_POSITIONAL,
         )
-        if name not in given and not optional:
+        if name not in places and not optional:
             raise UserError(f'recipe.args.{name} is missing; task "{recipe.task}" needs it')
-    return {name: checked_value(value, hints.get(name), where) for name, (where, value) in given.items()}
+    return {name: checked_value(value, hints.get(name), where) for name, (where, value) in places.items()}
 
 
 def hints_of(function: Any) -> dict[str, Any]:
@@ -234,17 +234,17 @@ def checked_value(value: Any, hint: Any, where: str) -> Any:
         raise UserError(explain(error, value, hint, prefix=tuple(where.split(".")))) from None
 
 
-def refuse_together(given: Any, key: str, others: Sequence[str], reason: str) -> Any:
-    """For a "before" validator: raise ValueError where `key` is given with one of `others`, else return `given`.
+def refuse_together(arguments: Any, key: str, others: Sequence[str], reason: str) -> Any:
+    """For a "before" validator: raise ValueError where `key` is given with one of `others`, else return all.
 
     Only here can a value that the user gave be distinguished from a default.
     """
-    values = given.kwargs if isinstance(given, ArgsKwargs) else given
+    values = arguments.kwargs if isinstance(arguments, ArgsKwargs) else arguments
     if isinstance(values, Mapping) and values.get(key) is not None:
         for other in others:
             if values.get(other) is not None:
                 raise ValueError(f"{key} and {other} are both given; {other} {reason}")
-    return given
+    return arguments
 
 
 def check_heads(hidden: int, heads: int) -> None:

@@ -63,9 +63,9 @@ class TextModel:
 
     @model_validator(mode="before")
     @classmethod
-    def _sizes_come_with_a_folder(cls, given: Any) -> Any:
+    def _sizes_come_with_a_folder(cls, values: Any) -> Any:
         sizes = ("type", "layers", "hidden", "heads", "feed_forward", "dropout")
-        return refuse_together(given, "folder", sizes, "comes with the model in the folder; config changes it")
+        return refuse_together(values, "folder", sizes, "comes with the model in the folder; config changes it")
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> "TextModel":
@@ -133,14 +133,14 @@ def check(model: TextModel, config: "PreTrainedConfig", vocabulary: int, length:
 
 def _sizes(model: TextModel, plain: "PreTrainedConfig") -> dict[str, Any]:
     """The sizes under the keys that this model type has for them."""
-    wanted = {
+    wanted_sizes = {
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,
         "feed_forward": model.feed_forward or 4 * model.hidden,
     }
     dropout = {key: model.dropout for key in _DROPOUT_KEYS if hasattr(plain, key)}
-    return dropout | transformers_model.sized(plain, wanted, _KNOWN_TO_FIT)
+    return dropout | transformers_model.sized(plain, wanted_sizes, _KNOWN_TO_FIT)
 
 
 _SOURCE = "recipe.data.source"
@@ -165,9 +165,9 @@ class TextData:
 
     @model_validator(mode="before")
     @classmethod
-    def _one_way(cls, given: Any) -> Any:
-        refuse_together(given, "eval_source", ["held_out"], "is for held-out texts taken from source")
-        return refuse_together(given, "tokenizer", ["vocabulary"], "is for a tokenizer trained on the texts")
+    def _one_way(cls, values: Any) -> Any:
+        refuse_together(values, "eval_source", ["held_out"], "is for held-out texts taken from source")
+        return refuse_together(values, "tokenizer", ["vocabulary"], "is for a tokenizer trained on the texts")
 
     @model_validator(mode="after")
     def _labels_are_classes(self) -> "TextData":
@@ -287,16 +287,16 @@ class TextClassification(Classification):
     def class_names(self) -> Sequence[str]:
         return self._corpus.classes.names
 
-    def predict(self, model: Model, wanted: ToPredict) -> Iterator[Prediction]:
+    def predict(self, model: Model, request: ToPredict) -> Iterator[Prediction]:
         """The class of each held-out text, or of each line of a file."""
-        if wanted.file is None:
-            yield from super().predict(model, wanted)
+        if request.file is None:
+            yield from super().predict(model, request)
             return
-        texts = lines_of(wanted.file)
+        texts = lines_of(request.file)
         numbered = NumberedTexts(texts=texts, classes=[_UNKNOWN] * len(texts))
         samples = self._tokenised(numbered)
-        for text, found in zip(texts, predict_each(self, model, samples, wanted.batch), strict=True):
-            yield {"text": text, **found}
+        for text, prediction in zip(texts, predict_each(self, model, samples, request.batch), strict=True):
+            yield {"text": text, **prediction}
 
     def shape(self) -> ModelShape:
         """Heads and layers of the model, and the longest sequence that the data gives it."""

@@ -45,10 +45,10 @@ class Pretrained:
 
     def tensors(self) -> "list[tuple[list[str], torch.Size]]":
         """Every tensor of the model's state dict: all names that it has, the one that others are tied to first."""
-        found: dict[int, tuple[list[str], torch.Size]] = {}
+        tensors: dict[int, tuple[list[str], torch.Size]] = {}
         for name, value in self._model().state_dict(keep_vars=True).items():
-            found.setdefault(id(value), ([], value.shape))[0].append(name)
-        return list(found.values())
+            tensors.setdefault(id(value), ([], value.shape))[0].append(name)
+        return list(tensors.values())
 
     def save(self, folder: Path) -> None:
         """Write config.json, and the files of the tokenizer and of other processors."""
@@ -112,7 +112,7 @@ def tokenizer_of(
     rules.no_truncation()
     rules.no_padding()
     names = {
-        kind: name for kind, known in _SPECIAL_TOKENS.items() for name in known if rules.token_to_id(name) is not None
+        kind: name for kind, names in _SPECIAL_TOKENS.items() for name in names if rules.token_to_id(name) is not None
     }
     for kind, number in (("pad_token", padding), ("eos_token", end)):
         if number is not None and (name := rules.id_to_token(number)) is not None:
@@ -133,37 +133,37 @@ def folder_of(folder: str | None) -> Path | None:
     return path
 
 
-def loaded_tokenizer(load: Callable[[Path, str], _T], given: str | None, model_folder: str | None) -> _T | None:
+def loaded_tokenizer(load: Callable[[Path, str], _T], name: str | None, model_folder: str | None) -> _T | None:
     """The tokenizer of a file or folder, or else of the model's folder; None where one is to be trained.
 
     Raises UserError where it can't be loaded.
     """
     folder = folder_of(model_folder)
-    if given is not None:
-        return load(locate(given, TOKENIZER), TOKENIZER)
+    if name is not None:
+        return load(locate(name, TOKENIZER), TOKENIZER)
     if folder is not None:
         # The weights of a pretrained model mean nothing under the ids of another tokenizer.
         return load(folder, f"{TOKENIZER} is missing, and {FOLDER} has no usable one")
     return None
 
 
-def default_config(model_type: str, known: Collection[str], known_to_fit: str) -> "PreTrainedConfig":
+def default_config(model_type: str, model_types: Collection[str], known_to_fit: str) -> "PreTrainedConfig":
     """The configuration of a model type as it comes. Raises UserError where it is none of the known types."""
     from transformers import AutoConfig
 
-    if model_type not in known:
-        hint = closest(model_type, known).partition("known:")[0]
+    if model_type not in model_types:
+        hint = closest(model_type, model_types).partition("known:")[0]
         raise UserError(f'recipe.model.type is "{model_type}"; {hint}use {known_to_fit}')
     return AutoConfig.for_model(model_type)
 
 
-def sized(plain: "PreTrainedConfig", wanted: Mapping[str, int], known_to_fit: str) -> dict[str, int]:
+def sized(plain: "PreTrainedConfig", own_sizes: Mapping[str, int], known_to_fit: str) -> dict[str, int]:
     """The wanted sizes under the keys that this model type has for them.
 
     Raises UserError where it has none for one of them.
     """
     sizes: dict[str, int] = {}
-    for size, value in wanted.items():
+    for size, value in own_sizes.items():
         there = [key for key in _SIZE_KEYS[size] if hasattr(plain, key)]
         if not there:
             raise UserError(f'recipe.model.type "{plain.model_type}" takes no {size}; use {known_to_fit}')

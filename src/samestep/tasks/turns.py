@@ -96,7 +96,7 @@ def turns_of(task: Task) -> Sequence[Turn]:
 
 def _check_no_loss(kind: type[InTurns]) -> None:
     """Raise UserError where a class that writes turns(), or one made of it, writes a loss() as well."""
-    of_turns, of_loss = (next(each for each in kind.__mro__ if name in vars(each)) for name in ("turns", "loss"))
+    of_turns, of_loss = (next(base for base in kind.__mro__ if name in vars(base)) for name in ("turns", "loss"))
     if of_loss is not InTurns and issubclass(of_loss, of_turns):
         raise UserError(
             f"{of_loss.__name__} writes loss(), which is not used, since its steps are taken in turns; leave it out, "
@@ -112,12 +112,14 @@ def check_parameters(turns: Sequence[Turn], model: "nn.Module") -> None:
     for turn in turns:
         for pattern in turn.parameters:
             if not any(fnmatchcase(name, pattern) for name in names):
-                known = ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
-                raise UserError(f'turns(): turn {turn.name} names the parameters "{pattern}"; the model has {known}')
+                examples = ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
+                raise UserError(
+                    f'turns(): turn {turn.name} names the parameters "{pattern}"; the model has {examples}'
+                )
     for name in names:
-        mine = [turn.name for turn in turns if turn.steps(name)]
-        if len(mine) != 1:
-            where = "none" if not mine else " and ".join(mine)
+        stepping = [turn.name for turn in turns if turn.steps(name)]
+        if len(stepping) != 1:
+            where = "none" if not stepping else " and ".join(stepping)
             raise UserError(
                 f"turns(): the parameter {name} belongs to {where} of the turns; have one of them name it, or use "
                 "requires_grad_(False) for what is not trained"

@@ -53,9 +53,9 @@ def facts_of(model: nn.Module, recipe: Recipe | None = None) -> AdapterFacts | N
     `recipe` is that of a model that `put_adapters` changed.
     """
     for module in model.modules():
-        known = vars(module).get("peft_config")
-        if isinstance(known, Mapping) and known:
-            name, config = next(iter(known.items()))
+        configs = vars(module).get("peft_config")
+        if isinstance(configs, Mapping) and configs:
+            name, config = next(iter(configs.items()))
             return AdapterFacts(config=_json(config.to_dict()), name=str(name))
     if recipe is None or recipe.adapter is None:
         return None
@@ -94,8 +94,8 @@ def _chosen(model: nn.Module, spec: LoRA) -> _Choice:
     layers = _fitting(model, spec.targets, able) if spec.targets else _usual(model, able)
     whole: dict[str, nn.Module] = {}
     for pattern in spec.also_train:
-        found = dict(_matching(model, (pattern,)))
-        if not any(True for module in found.values() for _ in module.parameters()):
+        matched = dict(_matching(model, (pattern,)))
+        if not any(True for module in matched.values() for _ in module.parameters()):
             names = [
                 name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
             ]
@@ -103,9 +103,9 @@ def _chosen(model: nn.Module, spec: LoRA) -> _Choice:
                 f'recipe.adapter.also_train: no module with parameters is called "{pattern}"; use names such as '
                 f"{_some(names)}"
             )
-        whole |= found
+        whole |= matched
     inside = [name for name in layers if any(f"{name}.".startswith(f"{outer}.") for outer in whole)]
-    return _Choice(layers={name: each for name, each in layers.items() if name not in inside}, whole=whole)
+    return _Choice(layers={name: layer for name, layer in layers.items() if name not in inside}, whole=whole)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -120,22 +120,22 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _usual(model: nn.Module, able: Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:
     """The default layers: all linear ones in the repeated blocks, or without such blocks all but the last."""
     inside = {id(module) for block in repeated_layers(model) for module in block.modules()}
-    found = {name: module for name, module in able.items() if id(module) in inside}
-    found = found or dict(list(able.items())[:-1])
-    if not found:
+    chosen = {name: module for name, module in able.items() if id(module) in inside}
+    chosen = chosen or dict(list(able.items())[:-1])
+    if not chosen:
         raise UserError(f"recipe.adapter: {_NO_LAYER}; use a model with layers of nn.Linear, or no adapter")
-    return found
+    return chosen
 
 
 def _fitting(model: nn.Module, patterns: Sequence[str], able: Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:
     """The layers that match `patterns`. Raises UserError for a pattern without a match."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for pattern in patterns:
         fitting = {name: module for name, module in able.items() if _fits(name, pattern)}
         if not fitting:
             raise UserError(f"recipe.adapter.targets: {_why_none(model, pattern, able)}; use {_some(able) or 'none'}")
-        found |= fitting
-    return found
+        modules |= fitting
+    return modules
 
 
 def _why_none(model: nn.Module, pattern: str, able: Mapping[str, nn.Module]) -> str:

@@ -267,38 +267,38 @@ def _is_whole(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor, dtype=torch.bool) if tensor.is_complex() else tensor == tensor.trunc()
 
 
-def _differences(mine: FirstStep, built: FirstStep) -> tuple[dict[str, float], str | None]:
+def _differences(step: FirstStep, built: FirstStep) -> tuple[dict[str, float], str | None]:
     """Relative differences of loss, gradient norm and gradients, and the parameter whose gradient differs most."""
     largest = max((as_real(gradient).abs().max().item() for gradient in built.gradients.values()), default=0.0)
     worst, where = 0.0, None
-    for name in {**built.gradients, **mine.gradients}:
-        apart = _apart(mine.gradients.get(name), built.gradients.get(name), _SMALL * largest)
+    for name in {**built.gradients, **step.gradients}:
+        apart = _apart(step.gradients.get(name), built.gradients.get(name), _SMALL * largest)
         if apart > worst or where is None:
             worst, where = apart, name
-    found = {
-        "loss": _relative(mine.loss, built.loss),
-        "grad_norm": _relative(mine.grad_norm, built.grad_norm),
+    differences = {
+        "loss": _relative(step.loss, built.loss),
+        "grad_norm": _relative(step.grad_norm, built.grad_norm),
         "gradients": worst,
     }
-    return found, where
+    return differences, where
 
 
-def _apart(mine: Tensor | None, built: Tensor | None, floor: float) -> float:
+def _apart(own: Tensor | None, built: Tensor | None, floor: float) -> float:
     """max|mine - built| / max(max|built|, floor); a missing gradient counts as zeros."""
-    if mine is None or built is None:
-        some = built if mine is None else mine
+    if own is None or built is None:
+        some = built if own is None else own
         return 0.0 if some is None or not some.any() else math.inf
-    mine, built = as_real(mine).double(), as_real(built).double()
-    if mine.shape != built.shape:
+    own, built = as_real(own).double(), as_real(built).double()
+    if own.shape != built.shape:
         return math.inf
     if built.numel() == 0:
         return 0.0
     scale = max(built.abs().max().item(), floor)
-    return (mine - built).abs().max().item() / scale if scale else mine.abs().max().item()
+    return (own - built).abs().max().item() / scale if scale else own.abs().max().item()
 
 
-def _relative(mine: float, built: float) -> float:
-    return abs(mine - built) / abs(built) if built else abs(mine)
+def _relative(own: float, built: float) -> float:
+    return abs(own - built) / abs(built) if built else abs(own)
 
 
 def _generators(device: torch.device) -> Sequence[Any]:

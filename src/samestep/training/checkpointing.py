@@ -93,13 +93,13 @@ class MemoryCopies:
         try:
             if not self._neighbours.gather(self._place, partial(self._saver.together, where=self._place)):
                 return on_disk
-            found = open_newest((self._place,), group, lambda _: None, summed=False)
+            opened = open_newest((self._place,), group, lambda _: None, summed=False)
         except CheckpointError as error:  # the same on all ranks
             self._session.warn(f"{error}; the last checkpoint is taken")
             return on_disk
-        if found is None or (on_disk is not None and on_disk.info.step >= found.info.step):
+        if opened is None or (on_disk is not None and on_disk.info.step >= opened.info.step):
             return on_disk
-        return found
+        return opened
 
 
 class Checkpoints:
@@ -367,7 +367,7 @@ class Checkpoints:
         assert settings is not None
         best = None
         if self._best_metric is not None:
-            saved = [each for place in self._saver.places for each in found_in(place)]
+            saved = [checkpoint for place in self._saver.places for checkpoint in found_in(place)]
             best = best_of(saved, self._best_metric, lowest=self._lowest)
         prune(*self._saver.places, keep=settings.keep, best=best.path if best is not None else None)
 

@@ -57,7 +57,7 @@ def check_earlier_run(job: Job, folder: Path, *, started_again: bool, removes: b
     if removes and not replaces:
         put_back(job, folder)
     places = (place, *fallback_of(job))
-    holding = {each: steps for each in places if (steps := _steps_in(each, aside=not replaces))}
+    holding = {place: steps for place in places if (steps := _steps_in(place, aside=not replaces))}
     steps = sorted(step for steps in holding.values() for step in steps)
     if steps and (resume in ("auto", "last") or _lies_in(resume, place)):
         return
@@ -162,12 +162,12 @@ def _move(paths: Iterable[Path], source: Path, target: Path) -> None:
 
 def _asides(job: Job, folder: Path) -> Sequence[Path]:
     """Where a job's earlier run may be set aside."""
-    return [each / ASIDE for each in dict.fromkeys((folder, checkpoints_of(job, folder), *fallback_of(job)))]
+    return [folder_ / ASIDE for folder_ in dict.fromkeys((folder, checkpoints_of(job, folder), *fallback_of(job)))]
 
 
 def set_aside_in(job: Job, folder: Path) -> Path | None:
     """Where an earlier run is set aside; None if there is none."""
-    return next((each for each in _asides(job, folder) if each.is_dir()), None)
+    return next((aside for aside in _asides(job, folder) if aside.is_dir()), None)
 
 
 def put_back(job: Job, folder: Path) -> None:

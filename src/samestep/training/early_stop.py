@@ -118,8 +118,8 @@ def check_number(spec: EarlyStop, metrics: Mapping[str, Any]) -> None:
     _check_name(spec.metric, numbers)
 
 
-def _check_name(metric: str, known: Mapping[str, Any]) -> None:
+def _check_name(metric: str, metrics: Mapping[str, Any]) -> None:
     """Raise UserError for a metric that is not in the evaluation."""
-    if metric not in known:
-        names = ", ".join(known) or "a task with metrics()"
+    if metric not in metrics:
+        names = ", ".join(metrics) or "a task with metrics()"
         raise UserError(f"recipe.early_stop.metric is {metric}, which the evaluation does not give; use {names}")

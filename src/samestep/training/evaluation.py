@@ -109,14 +109,16 @@ def evaluate(
     for metric in metrics.values():
         apart(metric)
     for some in _batched(chunks, at_once):
-        mine = []
+        own_scores = []
         for chunk in some:
             with index_errors_explained("evaluation"):
                 output = trainer.predict(chunk.batch.inputs)
-                mine.append(None if chunk.zero_weight or output is None else on_cpu(scores(output, chunk.batch)))
+                own_scores.append(
+                    None if chunk.zero_weight or output is None else on_cpu(scores(output, chunk.batch))
+                )
             if advance is not None:
                 advance()
-        for predictions, targets in _gather(mine, group):
+        for predictions, targets in _gather(own_scores, group):
             for metric in metrics.values():
                 metric.update(predictions, targets)
     return {name: plain(named_parts(metric, metric.compute()), class_names) for name, metric in metrics.items()}
@@ -150,17 +152,17 @@ def _batched(chunks: Iterable[SampleChunk], count: int) -> Iterator[list[SampleC
 def on_cpu(scores: Any) -> tuple[Tensor, Tensor]:
     """Detach scores and move them to the CPU. Raises UserError if they are not a pair of tensors."""
     if not (isinstance(scores, (tuple, list)) and len(scores) == 2 and all(isinstance(x, Tensor) for x in scores)):
-        given = ", ".join(type(each).__name__ for each in scores) if isinstance(scores, (tuple, list)) else ""
-        what = f"({given})" if given else f"a {type(scores).__name__}"
+        types = ", ".join(type(score).__name__ for score in scores) if isinstance(scores, (tuple, list)) else ""
+        what = f"({types})" if types else f"a {type(scores).__name__}"
         raise UserError(f"scores gave {what}; it must give a pair of tensors: predictions and targets")
     predictions, targets = scores
     return predictions.detach().cpu(), targets.detach().cpu()
 
 
-def _gather(mine: list[tuple[Tensor, Tensor] | None], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
+def _gather(own_scores: list[tuple[Tensor, Tensor] | None], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
     """All-gather the scores of some chunks: those of every rank's first chunk, in rank order, then of the second."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
+    dist.all_gather_object(gathered, own_scores, group=group)
     return [pair for same in zip(*gathered, strict=True) for pair in same if pair is not None]
 
 

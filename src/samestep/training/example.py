@@ -66,7 +66,7 @@ def _most_telling(first: _Candidate, others: Sequence[_Candidate]) -> _Candidate
     apart = [
         (one, other)
         for one, other in combinations(axes, 2)
-        if any(each.sizes[one] != each.sizes[other] for each in [first, *others])
+        if any(row.sizes[one] != row.sizes[other] for row in [first, *others])
     ]
     return min([first, *others], key=lambda candidate: candidate.alike(apart))
 

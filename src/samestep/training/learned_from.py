@@ -35,9 +35,9 @@ def learns_from(
     """
     optimizers = [recipe.optimizer, *(group.optimizer for group in recipe.groups)]
     objects = [task, samples, *_handed_over(task), *sorted(kinds, key=lambda kind: kind.__qualname__)]
-    named = [each.name for each in optimizers if isinstance(each, NamedOptimizer)]
-    objects += [each for each in named if not isinstance(each, str)]
-    files = [Path(each.rpartition(":")[0]) for each in named if isinstance(each, str) and ".py:" in each]
+    named = [optimizer.name for optimizer in optimizers if isinstance(optimizer, NamedOptimizer)]
+    objects += [name for name in named if not isinstance(name, str)]
+    files = [Path(name.rpartition(":")[0]) for name in named if isinstance(name, str) and ".py:" in name]
     return LearnsFrom(
         train=samples,
         held_out=task.eval_set,

@@ -47,12 +47,12 @@ class Tally:
         ranks = dist.get_process_group_ranks(group)
         counts: list[Any] = [None] * len(ranks)
         dist.all_gather_object(counts, self._samples, group=group)
-        like = len({size for mine in counts for size in mine}) == 1
+        like = len({size for of_rank in counts for size in of_rank}) == 1
         lines = [
-            f"rank {rank}: {_product(mine, len(counts)) if like else _sum(mine)}"
-            for rank, mine in zip(ranks, counts, strict=True)
+            f"rank {rank}: {_product(of_rank, len(counts)) if like else _sum(of_rank)}"
+            for rank, of_rank in zip(ranks, counts, strict=True)
         ]
-        total = sum(sum(mine) for mine in counts)
+        total = sum(sum(of_rank) for of_rank in counts)
         return [*lines, f"all ranks: {total:,} of {self._data_set:,} samples in the first epoch"]
 
 

@@ -29,8 +29,8 @@ _WRAPPERS = (DataParallel, DistributedDataParallel)
 def check_model(model: Any, what: str) -> None:
     """Raise UserError if `model` is not a plain module or can't be trained. `what`: its origin, for messages."""
     if not isinstance(model, nn.Module):
-        given = "None" if model is None else f"a {type(model).__name__}"
-        raise UserError(f"{what} gave {given}; use an nn.Module, a new one in each call")
+        result = "None" if model is None else f"a {type(model).__name__}"
+        raise UserError(f"{what} gave {result}; use an nn.Module, a new one in each call")
     if is_compiled(model):
         raise UserError(f"{what} gave a module that torch.compile made; use the module itself, and run.compile: true")
     for name, module in model.named_modules():
@@ -104,13 +104,13 @@ def check_same_task(samples: Samples, model: nn.Module) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    mine = {"": _digest(len(samples))}
+    digests = {"": _digest(len(samples))}
     ends = (0, len(samples) - 1) if len(samples) else ()
-    mine |= {f"train_set()[{index}]": _digest(sample_of(samples, index)) for index in ends}
+    digests |= {f"train_set()[{index}]": _digest(sample_of(samples, index)) for index in ends}
     tensors = (*model.named_parameters(), *model.named_buffers())
-    mine |= {f"model(): {name}": _digest(tensor) for name, tensor in tensors if _has_values(tensor)}
+    digests |= {f"model(): {name}": _digest(tensor) for name, tensor in tensors if _has_values(tensor)}
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    dist.all_gather_object(ranks, digests)
     for rank, its in enumerate(ranks):
         if its.keys() != ranks[0].keys() or its[""] != ranks[0][""]:
             raise UserError(f"rank {rank} has built another task than rank 0{_FIX}")
@@ -131,33 +131,33 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _digest(value: Any) -> str:
     """A hash of a nest of numbers, tensors and names, the same in every process."""
-    found = hashlib.sha256()
-    _add(found, value)
-    return found.hexdigest()
+    hasher = hashlib.sha256()
+    _add(hasher, value)
+    return hasher.hexdigest()
 
 
-def _add(found: Any, value: Any) -> None:
+def _add(hasher: Any, value: Any) -> None:
     """Add a nest of values to a digest; of values that are no tensor, number or text, only the type."""
     if isinstance(value, Tensor):
-        found.update(f"{tuple(value.shape)} {value.dtype}".encode())
+        hasher.update(f"{tuple(value.shape)} {value.dtype}".encode())
         if value.layout is torch.strided and not value.is_meta:
             flat = value.detach().reshape(-1)
             few = flat[:: max(1, flat.numel() // _ELEMENTS)].cpu().contiguous()
-            found.update(torch.view_as_real(few).numpy().tobytes() if few.is_complex() else _bytes(few))
+            hasher.update(torch.view_as_real(few).numpy().tobytes() if few.is_complex() else _bytes(few))
     elif isinstance(value, Mapping):
         for key in value:
-            found.update(f"{key}:".encode())
-            _add(found, value[key])
+            hasher.update(f"{key}:".encode())
+            _add(hasher, value[key])
     elif isinstance(value, (list, tuple)):
-        found.update(f"{len(value)}:".encode())
+        hasher.update(f"{len(value)}:".encode())
         for inner in value:
-            _add(found, inner)
+            _add(hasher, inner)
     elif isinstance(value, (bool, int, float, complex, str, bytes)):
-        found.update(repr(value).encode())
+        hasher.update(repr(value).encode())
     elif type(value).__module__ == "numpy":
-        found.update(value.tobytes() if value.dtype != object else b"objects")
+        hasher.update(value.tobytes() if value.dtype != object else b"objects")
     else:
-        found.update(type(value).__name__.encode())
+        hasher.update(type(value).__name__.encode())
 
 
 def _bytes(few: Tensor) -> bytes:

@@ -30,9 +30,9 @@ def maker_of(spec: NamedOptimizer, where: str) -> Make:
     for name in ("lr", "weight_decay"):
         if name in spec.args:
             raise UserError(f"{where}.args.{name} must stand one level higher, as {where}.{name}")
-    given = {**{name: (f"{where}.{name}", value) for name, value in settings.items()}}
-    given |= {name: (f"{where}.args.{name}", value) for name, value in spec.args.items()}
-    arguments = _checked(function, given, str(spec.name))
+    placed = {**{name: (f"{where}.{name}", value) for name, value in settings.items()}}
+    placed |= {name: (f"{where}.args.{name}", value) for name, value in spec.args.items()}
+    arguments = _checked(function, placed, str(spec.name))
     return partial(_made, function, arguments, where, title_of(spec))
 
 
@@ -100,26 +100,26 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _takes_any(parameters: dict[str, inspect.Parameter]) -> bool:
-    return not parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return not parameters or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _checked(function: Callable[..., Any], given: dict[str, tuple[str, Any]], shown: str) -> dict[str, Any]:
+def _checked(function: Callable[..., Any], placed: dict[str, tuple[str, Any]], shown: str) -> dict[str, Any]:
     """Check the arguments, except the parameters to step, and convert them to the function's type hints.
 
-    `given`: name -> (key in the recipe, value).
+    `placed`: name -> (key in the recipe, value).
     """
     parameters = _parameters(function)
     hints = hints_of(function.__init__ if isinstance(function, type) else function)
-    known = list(parameters)[1:]
-    for name, (where, _) in given.items():
-        if name not in known and not _takes_any(parameters):
-            raise UserError(f'unknown key "{where}": {shown} takes no {name}; {closest(name, known)}')
-    for name in known:
+    names = list(parameters)[1:]
+    for name, (where, _) in placed.items():
+        if name not in names and not _takes_any(parameters):
+            raise UserError(f'unknown key "{where}": {shown} takes no {name}; {closest(name, names)}')
+    for name in names:
         parameter = parameters[name]
         must = parameter.default is inspect.Parameter.empty and parameter.kind not in (
             inspect.Parameter.VAR_KEYWORD,
             inspect.Parameter.VAR_POSITIONAL,
         )
-        if must and name not in given:
+        if must and name not in placed:
             raise UserError(f"{shown} needs {name}; give it in args, or as lr or weight_decay")
-    return {name: checked_value(value, hints.get(name), where) for name, (where, value) in given.items()}
+    return {name: checked_value(value, hints.get(name), where) for name, (where, value) in placed.items()}

@@ -57,31 +57,31 @@ def first_parameter(side: str, step: int, parameters: Mapping[str, Tensor]) -> N
     return None
 
 
-def first_metric(layout: str, step: int, mine: Any, theirs: Any, path: str = "") -> NonFiniteValue | None:
+def first_metric(layout: str, step: int, own: Any, others: Any, path: str = "") -> NonFiniteValue | None:
     """The first metric that is finite on one side and not on the other.
 
     A metric that is finite on neither side is undefined for these samples, such as the recall of a class without any.
     """
-    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        pairs = [(f"{path}.{key}" if path else str(key), mine[key], theirs[key]) for key in mine if key in theirs]
-    elif isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        pairs = [(f"{path}[{n}]", a, b) for n, (a, b) in enumerate(zip(mine, theirs, strict=False))]
-    elif isinstance(mine, (int, float)) and isinstance(theirs, (int, float)):
-        if math.isfinite(mine) == math.isfinite(theirs):
+    if isinstance(own, Mapping) and isinstance(others, Mapping):
+        pairs = [(f"{path}.{key}" if path else str(key), own[key], others[key]) for key in own if key in others]
+    elif isinstance(own, (list, tuple)) and isinstance(others, (list, tuple)):
+        pairs = [(f"{path}[{n}]", a, b) for n, (a, b) in enumerate(zip(own, others, strict=False))]
+    elif isinstance(own, (int, float)) and isinstance(others, (int, float)):
+        if math.isfinite(own) == math.isfinite(others):
             return None
-        side, value = (ONE_PROCESS, theirs) if math.isfinite(mine) else (layout, mine)
+        side, value = (ONE_PROCESS, others) if math.isfinite(own) else (layout, own)
         return NonFiniteValue(side=side, kind=_kind(value), what="metric", step=step, name=path)
     else:
         return None
-    found = (first_metric(layout, step, a, b, name) for name, a, b in pairs)
-    return next((each for each in found if each is not None), None)
+    values = (first_metric(layout, step, a, b, name) for name, a, b in pairs)
+    return next((value for value in values if value is not None), None)
 
 
-def of_sides(theirs: NonFiniteValue | None, mine: NonFiniteValue | None) -> tuple[NonFiniteValue, ...]:
-    """The findings of one process (`theirs`) and of a layout (`mine`), merged if they are of the same value."""
-    if theirs is not None and mine is not None and (theirs.what, theirs.step) == (mine.what, mine.step):
-        return (replace(theirs, side=BOTH),)
-    return tuple(each for each in (theirs, mine) if each is not None)
+def of_sides(alone: NonFiniteValue | None, split: NonFiniteValue | None) -> tuple[NonFiniteValue, ...]:
+    """The first values of one process and of a layout, merged if they are of the same quantity and step."""
+    if alone is not None and split is not None and (alone.what, alone.step) == (split.what, split.step):
+        return (replace(alone, side=BOTH),)
+    return tuple(value for value in (alone, split) if value is not None)
 
 
 @contextmanager
@@ -91,22 +91,22 @@ def watched(model: nn.Module | None) -> Iterator[list[str]]:
     Backward order makes it the one nearest to the loss. Sharded parameters have no hook on their gradients, and are
     not watched.
     """
-    found: list[str] = []
+    names: list[str] = []
 
     def watch(name: str) -> Any:
         """Make a hook that records parameter `name` if its gradient is the first that isn't finite."""
 
         def note(parameter: Tensor) -> None:
             gradient = parameter.grad
-            if not found and gradient is not None and not torch.isfinite(gradient).all():
-                found.append(name)
+            if not names and gradient is not None and not torch.isfinite(gradient).all():
+                names.append(name)
 
         return note
 
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad] if model is not None else []
     handles = [parameter.register_post_accumulate_grad_hook(watch(name)) for name, parameter in trained]
     try:
-        yield found
+        yield names
     finally:
         for handle in handles:
             handle.remove()

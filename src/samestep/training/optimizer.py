@@ -144,11 +144,11 @@ class OptimizerPlan:
             names = [name for name in self._shapes if taken.get(name) == number]
             section = _Section(where=where, names=names, settings=_settings(group), weight_decay=group.weight_decay)
             spec = group.optimizer or recipe.optimizer
-            known = next((at for at, part in enumerate(parts) if part.spec == spec), None)
-            if known is None:
+            same_part = next((at for at, part in enumerate(parts) if part.spec == spec), None)
+            if same_part is None:
                 parts.append(_Part(spec=spec, where=f"{where}.optimizer", sections=[section]))
             else:
-                parts[known] = replace(parts[known], sections=[*parts[known].sections, section])
+                parts[same_part] = replace(parts[same_part], sections=[*parts[same_part].sections, section])
         return [part for part in parts if any(section.names for section in part.sections)] or parts[:1]
 
     def _check(self, part: _Part) -> None:
@@ -218,7 +218,7 @@ class OptimizerPlan:
             {"params": [p for name in group["names"] for p in held.get(name, ())], **group["settings"]}
             for group in self._split(part)
         ]
-        return [each for group in groups for each in of_one_kind(group) if each["params"]]
+        return [section for group in groups for section in of_one_kind(group) if section["params"]]
 
     def _split(self, part: _Part) -> list[dict[str, Any]]:
         """Split each section into matrices and tables, with weight decay, and vectors (biases, norms), without.
@@ -317,11 +317,11 @@ def _check_found(
     every_name: Mapping[str, Sequence[str]],
 ) -> None:
     """Raise UserError for a pattern that matches no parameter, or a group whose parameters earlier groups have."""
-    known = [name for names in every_name.values() for name in names]
+    all_names = [name for names in every_name.values() for name in names]
     for pattern in group.parameters:
-        if not any(fnmatchcase(name, pattern) for name in known):
+        if not any(fnmatchcase(name, pattern) for name in all_names):
             raise UserError(
-                f'{where}.parameters: "{pattern}" matches no parameter of the model; {_some(pattern, known)}'
+                f'{where}.parameters: "{pattern}" matches no parameter of the model; {_some(pattern, all_names)}'
             )
     if not matching:
         raise UserError(
@@ -340,11 +340,11 @@ def _check_found(
 _SHOWN = 12  # names of parameters in a message
 
 
-def _some(pattern: str, known: Sequence[str]) -> str:
+def _some(pattern: str, names: Sequence[str]) -> str:
     """A hint for a message: a similar name, or some of the names."""
-    if len(known) <= _SHOWN:
-        return closest(pattern, known)
-    return f"{closest(pattern, known[:_SHOWN])}, and {len(known) - _SHOWN} more"
+    if len(names) <= _SHOWN:
+        return closest(pattern, names)
+    return f"{closest(pattern, names[:_SHOWN])}, and {len(names) - _SHOWN} more"
 
 
 def check_turns_optimizers(turns: Sequence[Turn], job: Job, layout: Layout) -> None:

@@ -45,10 +45,10 @@ def dealt_parts(
     """What a custom loop deals out, given as a DataLoader or one by one. Raises UserError where it is given twice."""
     if isinstance(samples, DataLoader):
         twice = {"batch": batch, "collate": collate, "shuffle": shuffle}
-        if given := [name for name, value in twice.items() if value is not None]:
+        if names := [name for name, value in twice.items() if value is not None]:
             raise UserError(
-                f"{what}: {' and '.join(f'{name}=' for name in given)} and a DataLoader are given, which says it "
-                f"too; leave {'it' if len(given) == 1 else 'them'} out, or give the DataLoader's data set"
+                f"{what}: {' and '.join(f'{name}=' for name in names)} and a DataLoader are given, which says it "
+                f"too; leave {'it' if len(names) == 1 else 'them'} out, or give the DataLoader's data set"
             )
         return loader_parts(samples, what)
     if batch is None:

@@ -30,13 +30,13 @@ def check_prepared(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer])
             "same seed on every rank"
         )
     several = optimizer if isinstance(optimizer, (list, tuple)) and optimizer else [optimizer]
-    for each in several:
-        if not isinstance(each, Optimizer):
+    for member in several:
+        if not isinstance(member, Optimizer):
             raise UserError(
-                f"session.prepare: the optimizer is {_named(each)}; use a torch.optim.Optimizer of the model's "
+                f"session.prepare: the optimizer is {_named(member)}; use a torch.optim.Optimizer of the model's "
                 "parameters"
             )
-        if each.state:
+        if member.state:
             raise UserError("session.prepare: the optimizer has stepped already; give it before its first step")
 
 
@@ -53,15 +53,15 @@ def check_dealt(samples: Any, collate: Any, what: str, **numbers: Any) -> None:
 def check_lengths(lengths: Any, samples: Sized, what: str) -> NDArray[np.int64]:
     """Convert the samples' lengths to an array. Raises UserError unless they are one integer per sample."""
     try:
-        found = np.asarray(lengths)
+        numbers = np.asarray(lengths)
     except ValueError:  # rows of different lengths
-        found = np.empty((), dtype=object)
-    if found.shape != (len(samples),) or not np.issubdtype(found.dtype, np.integer) or (found < 0).any():
+        numbers = np.empty((), dtype=object)
+    if numbers.shape != (len(samples),) or not np.issubdtype(numbers.dtype, np.integer) or (numbers < 0).any():
         raise UserError(
-            f"{what}: lengths is {_named(lengths)} of shape {list(found.shape)}; use {len(samples)} whole numbers, "
+            f"{what}: lengths is {_named(lengths)} of shape {list(numbers.shape)}; use {len(samples)} whole numbers, "
             "the length of each sample"
         )
-    return found.astype(np.int64)
+    return numbers.astype(np.int64)
 
 
 def check_step(batch: Any, loss: Any) -> None:
@@ -83,8 +83,8 @@ def _named(value: Any) -> str:
 class OwnOptimizers:
     """The custom loop's optimizers; called with the parameters that a rank holds, returns one optimizer of them."""
 
-    def __init__(self, given: Optimizer | Sequence[Optimizer], model: nn.Module) -> None:
-        self._given = [given] if isinstance(given, Optimizer) else list(given)
+    def __init__(self, optimizers: Optimizer | Sequence[Optimizer], model: nn.Module) -> None:
+        self._given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         seen: set[str] = set()
@@ -93,12 +93,12 @@ class OwnOptimizers:
             held = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
             if unknown := sum(name is None for group in held for name in group):
                 raise UserError(f"session.prepare: the optimizer has {unknown} parameters that the model has not")
-            known = [[name for name in group if name is not None] for group in held]
-            for name in (name for group in known for name in group):
+            group_names = [[name for name in group if name is not None] for group in held]
+            for name in (name for group in group_names for name in group):
                 if name in seen:
                     raise UserError(f"session.prepare: two optimizers have {name}; give each parameter to one")
                 seen.add(name)
-            self._names.append(known)
+            self._names.append(group_names)
         self._shapes = shapes
 
     def __call__(self, parameters: Iterator[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -110,8 +110,8 @@ class OwnOptimizers:
             for group, held in zip(optimizer.param_groups, names, strict=True):
                 group["params"] = [now[name] for name in held if name in now]  # a pipeline rank holds only some
             whole = [
-                Shapes(settings=each, shapes=[self._shapes[name] for name in held])
-                for each, held in zip(settings, names, strict=True)
+                Shapes(settings=setting, shapes=[self._shapes[name] for name in held])
+                for setting, held in zip(settings, names, strict=True)
                 if held
             ]
             title = f"the optimizer {type(optimizer).__name__}"

@@ -81,7 +81,7 @@ class Rehearsal:
             "rank": self.rank,
             "pipeline_rank": self.stage,
             "usage_bytes": self.usage.to_json(),
-            "collectives": [asdict(each) for each in self.collectives],
+            "collectives": [asdict(collective) for collective in self.collectives],
             "work": self.work.to_json(),
         }
 
@@ -113,10 +113,10 @@ def rehearse(job: Job, task: Task, layout: Layout, ranks: Sequence[int] | None =
     check_rehearsed(job, layout)
     job = replace(job, run=replace(job.run, sparse_rows="off"))
     with _asking_explained():
-        wanted = ranks_of_stages(layout, _largest_share(job, task, layout)) if ranks is None else list(ranks)
+        numbers = ranks_of_stages(layout, _largest_share(job, task, layout)) if ranks is None else list(ranks)
     guessing = _Ranks(job, task, layout, Mail(guesses=True))
     try:
-        found = [guessing.of(rank) for rank in wanted]
+        rehearsals = [guessing.of(rank) for rank in numbers]
     except NotSentYet:
         pass
     except UserError:
@@ -124,9 +124,9 @@ def rehearse(job: Job, task: Task, layout: Layout, ranks: Sequence[int] | None =
             raise
     else:
         if not guessing.mail.wrong:
-            return found
+            return rehearsals
     exact = _Ranks(job, task, layout, Mail(guesses=False))
-    return [exact.of(rank) for rank in wanted]
+    return [exact.of(rank) for rank in numbers]
 
 
 class _Ranks:
@@ -213,7 +213,7 @@ def _largest_share(job: Job, task: Task, layout: Layout) -> int:
             micro_batch=run.micro_batch,
             micro_batches=partial(micro_batches, layout, recipe.batch, run.micro_batch),
         )
-        sizes = [sum(part.numel() for part in tensors_in(tuple(each.batch))) for each in taken.micro_batches]
+        sizes = [sum(part.numel() for part in tensors_in(tuple(batch.batch))) for batch in taken.micro_batches]
         elements[index] = max(sum(sizes[first : first + layout.pipeline]) for first in range(len(sizes)))
     return max(elements, key=elements.__getitem__)
 
@@ -346,7 +346,7 @@ def _asking_explained() -> Iterator[None]:
         yield
     except Exception as error:
         chain = list(_chain(error))
-        asking = next((each for each in reversed(chain) if _asks_for_values(each)), None)
+        asking = next((link for link in reversed(chain) if _asks_for_values(link)), None)
         place = place_of(chain[-1] if asking is None else asking)
         if asking is None and (place is None or isinstance(error, (UserError, OSError, MemoryError))):
             raise
@@ -368,10 +368,10 @@ _INSTEAD = {
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """An exception and its causes, from the last raised to the first."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def _asks_for_values(error: BaseException) -> bool:
@@ -399,10 +399,10 @@ def _own_groups_alone(rank: int) -> Iterator[None]:
     """Skip `new_group` for groups without `rank`: thousands of ranks have tens of thousands of groups."""
     make = dist.new_group
 
-    def new_group(ranks: Sequence[int] | None = None, *given: Any, **named: Any) -> Any:
+    def new_group(ranks: Sequence[int] | None = None, *arguments: Any, **named: Any) -> Any:
         if ranks is not None and rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
-        return make(ranks, *given, **named)
+        return make(ranks, *arguments, **named)
 
     with new_group_replaced(new_group):
         yield

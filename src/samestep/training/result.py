@@ -235,9 +235,9 @@ def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     safetensors refuses two names for one tensor; tied weights are written under each of theirs.
     """
     seen: set[int] = set()
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         memory = value.untyped_storage().data_ptr()
-        found[name] = value.clone() if memory in seen else value.contiguous()
+        tensors[name] = value.clone() if memory in seen else value.contiguous()
         seen.add(memory)
-    return found
+    return tensors

@@ -24,50 +24,50 @@ from torch import Tensor
 from samestep.parallel.complex_parameters import as_real
 
 
-def relative_tensors(mine: Tensor, theirs: Tensor, floor: float, rounding: Tensor | None = None) -> float:
+def relative_tensors(tensor: Tensor, reference: Tensor, floor: float, rounding: Tensor | None = None) -> float:
     """max|mine - theirs| / max(max|theirs|, floor), after subtracting `rounding`, the allowance of each element."""
-    if mine.shape != theirs.shape:
+    if tensor.shape != reference.shape:
         return math.inf
-    if mine.numel() == 0:
+    if tensor.numel() == 0:
         return 0.0
-    scale = max(theirs.abs().max().item(), floor)
-    differences = (mine - theirs).abs()
+    scale = max(reference.abs().max().item(), floor)
+    differences = (tensor - reference).abs()
     apart = (differences if rounding is None else (differences - rounding).clamp(min=0)).max().item()
     return _or_infinity(apart / scale if apart else apart)
 
 
-def difference(mine: Any, theirs: Any) -> float:
+def difference(value: Any, reference: Any) -> float:
     """The largest relative difference between two nests of numbers; infinite where their shapes differ.
 
     The thresholds of a curve are left out: they are predictions, rounded to float32 so that equal ones stay
     equal, and a difference in the sixteenth digit may round to another float32.
     """
-    if isinstance(theirs, Mapping):
-        if not isinstance(mine, Mapping) or mine.keys() != theirs.keys():
+    if isinstance(reference, Mapping):
+        if not isinstance(value, Mapping) or value.keys() != reference.keys():
             return math.inf
-        return largest(difference(mine[name], theirs[name]) for name in theirs if name != "thresholds")
-    if isinstance(theirs, (list, tuple)):
-        if not isinstance(mine, (list, tuple)) or len(mine) != len(theirs):
+        return largest(difference(value[name], reference[name]) for name in reference if name != "thresholds")
+    if isinstance(reference, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(reference):
             return math.inf
-        return largest(difference(a, b) for a, b in zip(mine, theirs, strict=True))
-    if isinstance(theirs, (int, float)) and isinstance(mine, (int, float)):
-        if (math.isnan(theirs) and math.isnan(mine)) or mine == theirs:
+        return largest(difference(a, b) for a, b in zip(value, reference, strict=True))
+    if isinstance(reference, (int, float)) and isinstance(value, (int, float)):
+        if (math.isnan(reference) and math.isnan(value)) or value == reference:
             return 0.0  # undefined or infinite for both, such as the recall of a class without samples
-        return relative(float(mine), float(theirs))
-    return 0.0 if mine == theirs else math.inf
+        return relative(float(value), float(reference))
+    return 0.0 if value == reference else math.inf
 
 
-def pairs(mine: Sequence[float], theirs: Sequence[float]) -> Iterator[tuple[float, float]]:
+def pairs(values: Sequence[float], reference: Sequence[float]) -> Iterator[tuple[float, float]]:
     """Zip two sequences; yield a pair of NaN first where their lengths differ."""
-    if len(mine) != len(theirs):
+    if len(values) != len(reference):
         yield math.nan, math.nan
-    yield from zip(mine, theirs, strict=False)
+    yield from zip(values, reference, strict=False)
 
 
-def relative(mine: float, theirs: float) -> float:
+def relative(value: float, reference: float) -> float:
     """|mine - theirs| / |theirs|; infinite where one is not a number."""
-    apart = abs(mine - theirs)
-    return _or_infinity(apart / abs(theirs) if apart and theirs else apart)
+    apart = abs(value - reference)
+    return _or_infinity(apart / abs(reference) if apart and reference else apart)
 
 
 def _or_infinity(value: float) -> float:
@@ -143,7 +143,7 @@ class RoundingFound:
     def same(self) -> bool:
         """Whether all that was compared is within what rounding allows."""
         judged = (self.parameters, self.optimizer_state, self.update)
-        return all(each < 1 for each in judged if each is not None)
+        return all(share < 1 for share in judged if share is not None)
 
     def words(self) -> str:
         """Describe, in one line, the share of the allowed rounding that each quantity uses."""
@@ -166,13 +166,13 @@ class RoundingFound:
         return {**asdict(self), "same": self.same, "words": self.words()}
 
 
-def worst_of(found: Sequence[RoundingFound]) -> RoundingFound | None:
+def worst_of(ranks: Sequence[RoundingFound]) -> RoundingFound | None:
     """The worst parameters, optimizer state and update over several ranks; None for an empty sequence."""
-    if not found:
+    if not ranks:
         return None
-    parameters = max(found, key=lambda each: each.parameters)
-    state = max(found, key=lambda each: each.optimizer_state or 0.0)
-    update = max(found, key=lambda each: each.update or 0.0)
+    parameters = max(ranks, key=lambda rank: rank.parameters)
+    state = max(ranks, key=lambda rank: rank.optimizer_state or 0.0)
+    update = max(ranks, key=lambda rank: rank.update or 0.0)
     return replace(
         parameters,
         optimizer_state=state.optimizer_state,
@@ -201,7 +201,9 @@ class GradientFiles:
 
     def add(self, gradients: Iterable[tuple[str, Tensor]], settings: Settings) -> None:
         """Write the gradients of the next step, and keep its learning rates and eps."""
-        save_file({name: as_real(each).cpu().contiguous() for name, each in gradients}, self._file(self.steps))
+        save_file(
+            {name: as_real(gradient).cpu().contiguous() for name, gradient in gradients}, self._file(self.steps)
+        )
         self.settings.append(settings)
         self.steps += 1
 
@@ -222,10 +224,10 @@ class GradientNoise:
 
     def add(self, step: int, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Compare a step's float32 gradients with the float64 ones; keep the largest difference of each element."""
-        known = self._files.of(step)
+        exact = self._files.of(step)
         for name, gradient in gradients:
-            mine = as_real(gradient).cpu().double()
-            apart = (mine - known.get(name, torch.zeros_like(mine))).abs()
+            rounded = as_real(gradient).cpu().double()
+            apart = (rounded - exact.get(name, torch.zeros_like(rounded))).abs()
             before = self._largest[step].get(name)
             self._largest[step][name] = apart if before is None else torch.maximum(before, apart)
 
@@ -235,21 +237,21 @@ class GradientNoise:
         An element whose gradient is zero in every run has no rounding, and does not move. AdamW divides by the root
         of a mean of squares, to which each of the n steps so far contributes about its square / n.
         """
-        found: dict[str, Tensor] = {}
+        moves: dict[str, Tensor] = {}
         largest: dict[str, Tensor] = {}
         for step, noise in enumerate(self._largest):
-            known = self._files.of(step)
+            exact = self._files.of(step)
             for name, (lr, eps) in self._files.settings[step].items():
-                if name not in known or name not in noise:
+                if name not in exact or name not in noise:
                     continue
                 apart = noise[name]
-                size = torch.maximum(largest.get(name, torch.zeros_like(apart)), known[name].abs())
+                size = torch.maximum(largest.get(name, torch.zeros_like(apart)), exact[name].abs())
                 largest[name] = size
                 typical = torch.full_like(apart, _root_mean_square(apart))
                 rounded = torch.where((apart == 0) & (size == 0), apart, torch.maximum(apart, typical))
                 move = lr * _TIMES_MOVED * rounded / (size / (step + 1) ** 0.5 + eps)
-                found[name] = found.get(name, torch.zeros_like(move)) + move.clamp(max=2 * lr)
-        return found
+                moves[name] = moves.get(name, torch.zeros_like(move)) + move.clamp(max=2 * lr)
+        return moves
 
 
 def measure(
@@ -264,34 +266,34 @@ def measure(
     median tensor's error relative to its update, and the unit roundoff of float32. `before`: the parameters before
     the first step.
     """
-    found: dict[str, float] = {}
+    typical: dict[str, float] = {}
     updates: dict[str, float] = {}
     for name, value in exact.items():
         value = as_real(value).double()
         apart = [_beyond(as_real(run[name]).double() - value, moves.get(name)) for run in runs]
-        found[name] = max(_root_mean_square(each) for each in apart)
+        typical[name] = max(_root_mean_square(error) for error in apart)
         start = as_real(before[name]).double() if name in before else torch.zeros_like(value)
         updates[name] = _root_mean_square(value - start)
-    usual = median([found[name] / updates[name] for name in found if updates[name]] or [0.0])
+    usual = median([typical[name] / updates[name] for name in typical if updates[name]] or [0.0])
     return {
-        name: max(each, usual * updates[name], _HALF_STEP * _root_mean_square(as_real(exact[name])))
-        for name, each in found.items()
+        name: max(error, usual * updates[name], _HALF_STEP * _root_mean_square(as_real(exact[name])))
+        for name, error in typical.items()
     }
 
 
-def share_of_rounding(mine: Tensor, theirs: Tensor, move: Tensor | None, typical: float) -> float:
+def share_of_rounding(tensor: Tensor, reference: Tensor, move: Tensor | None, typical: float) -> float:
     """Distance of a tensor from its float64 reference as a share of the allowed rounding: below 1 is accepted."""
-    if mine.shape != theirs.shape:
+    if tensor.shape != reference.shape:
         return math.inf
-    apart = _root_mean_square(_beyond(mine.double() - theirs, move))
+    apart = _root_mean_square(_beyond(tensor.double() - reference, move))
     if math.isnan(apart):
         return math.inf
     return apart / (_TIMES * typical) if typical else (math.inf if apart else 0.0)
 
 
-def largest_named(found: Iterator[tuple[str, float]]) -> tuple[str, float]:
+def largest_named(differences: Iterator[tuple[str, float]]) -> tuple[str, float]:
     """The name and the value of the largest difference; ("", 0) if there are none."""
-    return max(found, key=lambda each: each[1], default=("", 0.0))
+    return max(differences, key=lambda named: named[1], default=("", 0.0))
 
 
 def _beyond(difference: Tensor, move: Tensor | None) -> Tensor:

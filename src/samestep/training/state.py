@@ -100,8 +100,8 @@ def load_state(trainer: Checkpointed, loader: CheckpointLoader, world: World, la
     left_out: set[str] = set()
     if base is not None:
         here = {name.removeprefix(MODEL) for name in entries}
-        known = [name for name in base.left_out if name in here]
-        check_base(base, known, fingerprint(trainer.pieces(), known, loader.group), loader.folder)
+        names = [name for name in base.left_out if name in here]
+        check_base(base, names, fingerprint(trainer.pieces(), names, loader.group), loader.folder)
         left_out = {MODEL + name for name in base.left_out}
     loader.check({name: entry for name, entry in entries.items() if name not in left_out}, trainer.tied())
     generators: dict[str, Piece] = {}

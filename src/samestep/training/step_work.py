@@ -125,7 +125,7 @@ def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, An
 
 def _attention_flops(name: str, args: Sequence[Any]) -> float:
     """FLOPs of an attention kernel: two products in the forward, five in the backward (arXiv 2205.14135)."""
-    tensors = [each for each in args if isinstance(each, Tensor) and each.dim() == 4]
+    tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() == 4]
     backward = "backward" in name
     query, key = tensors[1:3] if backward else tensors[:2]
     batch, heads, tokens, dim = query.shape

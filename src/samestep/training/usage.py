@@ -81,7 +81,7 @@ class Allocations(Observer):
 
         Gradients allocated before `follow` count in full over the whole step.
         """
-        storages = {id(storage): storage for storage in (each.untyped_storage() for each in gradients)}
+        storages = {id(storage): storage for storage in (gradient.untyped_storage() for gradient in gradients)}
         made = {self._numbers[storage] for storage in storages.values() if storage in self._numbers}
         there_before = sum(storage.nbytes() for storage in storages.values() if storage not in self._numbers)
         return there_before + self._peak(self._gathered | made)
@@ -99,9 +99,9 @@ class Allocations(Observer):
         if self._over:
             return
         if made := _storages(result):
-            known = {id(storage) for storage in _storages((args, kwargs))}
+            inputs = {id(storage) for storage in _storages((args, kwargs))}
             for storage in made:
-                if id(storage) not in known and storage not in self._numbers:
+                if id(storage) not in inputs and storage not in self._numbers:
                     self._begin(storage)
         if schema(func).name in _GATHERING:
             self._gathered |= {self._number(storage) for storage in _storages((result, kwargs.get("out")))}
@@ -174,15 +174,15 @@ def speeds(samples_per_second: float, work: Work, precision: str, device: torch.
     `model_flops_utilisation` (Chowdhery et al. 2022, appendix B) is relative to the peak measured here with matrix
     products in the recipe's precision on all ranks at once, not to a data sheet's.
     """
-    found: dict[str, float] = {}
+    speeds: dict[str, float] = {}
     if work.tokens is not None:
-        found["tokens_per_second"] = samples_per_second * work.tokens
+        speeds["tokens_per_second"] = samples_per_second * work.tokens
     if work.flops is not None:
         peak = _peak(device, _TYPES[precision])
-        found["flops_per_second"] = samples_per_second * work.flops
-        found["measured_peak_flops"] = peak
-        found["model_flops_utilisation"] = found["flops_per_second"] / peak
-    return found
+        speeds["flops_per_second"] = samples_per_second * work.flops
+        speeds["measured_peak_flops"] = peak
+        speeds["model_flops_utilisation"] = speeds["flops_per_second"] / peak
+    return speeds
 
 
 def _peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -198,8 +198,8 @@ def _peak(device: torch.device, dtype: torch.dtype) -> float:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         products += at_once
-    mine = 2 * size**3 * products / (time.perf_counter() - began)
-    of_all = torch.tensor(mine, dtype=torch.float64, device=device)
+    flops = 2 * size**3 * products / (time.perf_counter() - began)
+    of_all = torch.tensor(flops, dtype=torch.float64, device=device)
     dist.all_reduce(of_all)
     return of_all.item()
 

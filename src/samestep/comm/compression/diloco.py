@@ -119,11 +119,11 @@ class OuterMomentum(Method):
 
     def averaged(self) -> dict[str, Tensor]:
         """The mean of the ranks' parameters, where an outer step with rate 1 and no momentum would go."""
-        found: dict[str, Tensor] = {}
+        means: dict[str, Tensor] = {}
         for fragment in self._fragments:
             mean = fragment.begun - fragment.mean_change(self.replica).wait()
-            found |= zip(fragment.names, split_like(mean, fragment.parameters), strict=True)
-        return found
+            means |= zip(fragment.names, split_like(mean, fragment.parameters), strict=True)
+        return means
 
     def shared(self) -> Mapping[str, Tensor]:
         """Outer state of all fragments. Waits for pending exchanges, which a checkpoint must include."""

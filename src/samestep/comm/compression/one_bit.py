@@ -37,7 +37,7 @@ class OneBitMean:
         """Compute the compressed mean of the ranks' vectors; the result is bitwise the same on every rank."""
         ranks, rank, chunk = self._wire.ranks, self._wire.rank, self._chunk
         everywhere = [length for lengths in self._segments for length in lengths]
-        mine = self._segments[rank]
+        own_segments = self._segments[rank]
         padded = vector.new_zeros(ranks * chunk)  # [ranks * chunk]
         padded[: self._numbers] = vector + self.error
         signs, scales = _compressed(padded, everywhere)
@@ -45,15 +45,15 @@ class OneBitMean:
 
         signs = self._wire.exchange(signs.view(ranks, -1))  # [ranks, chunk / 8] of this rank's chunk
         first = sum(len(lengths) for lengths in self._segments[:rank])
-        scales = self._wire.gather(scales)[:, first : first + len(mine)]
+        scales = self._wire.gather(scales)[:, first : first + len(own_segments)]
         total = vector.new_zeros(chunk)  # [chunk]: the sum over ranks of this rank's chunk
         for of_rank in range(ranks):
-            total += _restored(signs[of_rank], scales[of_rank], mine, total)
+            total += _restored(signs[of_rank], scales[of_rank], own_segments, total)
         total /= ranks
         held = len(self.of_chunk.values)
         total[:held] += self.of_chunk.values
-        signs, scales = _compressed(total, mine)
-        self.of_chunk.values.copy_((total - _restored(signs, scales, mine, total))[:held])
+        signs, scales = _compressed(total, own_segments)
+        self.of_chunk.values.copy_((total - _restored(signs, scales, own_segments, total))[:held])
 
         most = max(len(lengths) for lengths in self._segments)
         signs = self._wire.gather(signs)
@@ -70,12 +70,12 @@ def _segments(sizes: Sequence[int], chunk: int, chunks: int) -> list[list[int]]:
     ends = [0]
     for size in sizes:
         ends.append(ends[-1] + size)
-    found = []
+    segments = []
     for number in range(chunks):
         first, last = number * chunk, (number + 1) * chunk
         cuts = [first, *(end for end in ends if first < end < last), last]
-        found.append([after - before for before, after in pairwise(cuts) if after > before])
-    return found
+        segments.append([after - before for before, after in pairwise(cuts) if after > before])
+    return segments
 
 
 def _compressed(values: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

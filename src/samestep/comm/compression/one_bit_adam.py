@@ -28,7 +28,7 @@ class OneBitMomentum(Method):
         super().__init__(options, replica)
         self._warmup = options.warmup
         self._steps = torch.zeros((), dtype=torch.int64)
-        self._mean = OneBitMean(replica.wire, [each.numel() for each in replica.tensors], replica.tensors[0])
+        self._mean = OneBitMean(replica.wire, [tensor.numel() for tensor in replica.tensors], replica.tensors[0])
 
     def exchange(self) -> bool:
         """In the warm-up gradients are averaged in full; after it momenta travel instead, in `update`."""

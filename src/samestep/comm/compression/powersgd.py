@@ -53,7 +53,7 @@ class LowRank(Method):
         p = {name: matrix @ self._q[name] for name, matrix in matrices.items()}  # [rows, rank]
         whole = [gradient for name, gradient in gradients.items() if name not in matrices]
         self.replica.wire.mean([*whole, *p.values()])
-        p = {name: torch.linalg.qr(each).Q for name, each in p.items()}
+        p = {name: torch.linalg.qr(matrix).Q for name, matrix in p.items()}
         q = {name: matrix.T @ p[name] for name, matrix in matrices.items()}  # [columns, rank]
         self.replica.wire.mean(list(q.values()))
         for name, matrix in matrices.items():

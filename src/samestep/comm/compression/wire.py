@@ -42,11 +42,11 @@ class Wire:
         self.sent += parts.nbytes * (self.ranks - 1) / self.ranks
         return received, dist.all_to_all_single(received, parts, group=self.group, async_op=asynchronous)
 
-    def gather(self, mine: Tensor, *, counted: bool = True) -> Tensor:
+    def gather(self, message: Tensor, *, counted: bool = True) -> Tensor:
         """All-gather tensors of one shape into [ranks, ...]; `counted`: add the bytes to `sent`."""
-        gathered = torch.empty((self.ranks, *mine.shape), dtype=mine.dtype, device=mine.device)
-        self.sent += (self.ranks - 1) * mine.nbytes * counted
-        dist.all_gather(list(gathered.unbind()), mine.contiguous(), group=self.group)
+        gathered = torch.empty((self.ranks, *message.shape), dtype=message.dtype, device=message.device)
+        self.sent += (self.ranks - 1) * message.nbytes * counted
+        dist.all_gather(list(gathered.unbind()), message.contiguous(), group=self.group)
         return gathered
 
     def mean(self, tensors: Sequence[Tensor]) -> None:

@@ -41,7 +41,7 @@ class LocalOneBit(Method):
         self._anchor = flat(replica.tensors)  # a above
         self._update = torch.zeros_like(self._anchor)  # u above
         self._rates = torch.zeros(len(replica.tensors), dtype=torch.float64)  # sum of lr, for each parameter
-        self._mean = OneBitMean(replica.wire, [each.numel() for each in replica.tensors], replica.tensors[0])
+        self._mean = OneBitMean(replica.wire, [tensor.numel() for tensor in replica.tensors], replica.tensors[0])
 
     @property
     def _renews(self) -> bool:

@@ -95,11 +95,11 @@ def new_group(
             kernel = _kernel(on_host, place, environ, tells=tells and place.rank == 0)
         except NoRegionError as error:
             problem = str(error)
-    if found := _first_problem(store, rank, ranks, problem):
+    if reason := _first_problem(store, rank, ranks, problem):
         if kernel is not None:
             kernel.close()
         if rank == 0 and tells:
-            print(f"samestep: messages go through gloo, not through shared memory: {found}", file=sys.stderr)
+            print(f"samestep: messages go through gloo, not through shared memory: {reason}", file=sys.stderr)
         return gloo_group(gloo)
     if hosts.count == 1:
         assert kernel is not None
@@ -118,8 +118,8 @@ def _gloo(options: Any, name: str, rank: int, ranks: int) -> ProcessGroupGloo:
 def _first_problem(store: Store, rank: int, ranks: int, problem: str) -> str:
     """The first rank's reason for having no shared memory, "" if all have it; the same on every rank of the group."""
     store.set(f"problem/{rank}", problem)
-    problems = [store.get(f"problem/{each}").decode() for each in range(ranks)]
-    return next((each for each in problems if each), "")
+    problems = [store.get(f"problem/{number}").decode() for number in range(ranks)]
+    return next((problem for problem in problems if problem), "")
 
 
 def _kernel(store: Store, place: GroupPlace, environ: Mapping[str, str], *, tells: bool) -> HostKernel:

@@ -64,10 +64,10 @@ def library(environ: Mapping[str, str], folder: Path, *, rebuilt: bool = False) 
     with own as name:
         made = Path(name) / "kernel.so"
         # Not every compiler knows this machine's processor.
-        if (said := _compile((*compiler, *_FLAGS, "-march=native"), str(made))) is not None:
-            said = _compile((*compiler, *_FLAGS), str(made))
-        if said is not None:
-            raise NoKernelError(f"{shlex.join(compiler)} fails: {said}; CXX names another compiler")
+        if (complaint := _compile((*compiler, *_FLAGS, "-march=native"), str(made))) is not None:
+            complaint = _compile((*compiler, *_FLAGS), str(made))
+        if complaint is not None:
+            raise NoKernelError(f"{shlex.join(compiler)} fails: {complaint}; CXX names another compiler")
         made.chmod(0o700)  # whatever the umask
         return made.replace(folder / (start + _sum(made)))
 

@@ -84,10 +84,10 @@ class CompiledKernel:
             )
         )
 
-    def reduce_scatter(self, given: Tensor, out: Tensor, operation: int) -> None:
+    def reduce_scatter(self, input_: Tensor, out: Tensor, operation: int) -> None:
         self._check(
             self._functions.samestep_reduce_scatter(
-                self._handle, given.data_ptr(), out.data_ptr(), out.numel(), TYPES[out.dtype], operation
+                self._handle, input_.data_ptr(), out.data_ptr(), out.numel(), TYPES[out.dtype], operation
             )
         )
 
@@ -98,8 +98,10 @@ class CompiledKernel:
             )
         )
 
-    def all_gather(self, given: Tensor, out: Tensor) -> None:
-        self._check(self._functions.samestep_all_gather(self._handle, given.data_ptr(), out.data_ptr(), given.nbytes))
+    def all_gather(self, input_: Tensor, out: Tensor) -> None:
+        self._check(
+            self._functions.samestep_all_gather(self._handle, input_.data_ptr(), out.data_ptr(), input_.nbytes)
+        )
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         self._check(self._functions.samestep_broadcast(self._handle, tensor.data_ptr(), tensor.nbytes, root))

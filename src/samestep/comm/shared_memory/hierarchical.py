@@ -111,14 +111,14 @@ class HierarchicalKernel:
         if host != self._host and self._local is not None:
             self._local.broadcast(tensor, 0)
 
-    def all_gather(self, given: Tensor, out: Tensor) -> None:
+    def all_gather(self, input_: Tensor, out: Tensor) -> None:
         """A host's ranks get each other host's block as soon as their leader has received it.
 
         Memory is copied as fast as a fast link sends, so blocks are received where they belong in the output, if the
         ranks of a host are numbered one after the other, and gloo's all-gather isn't used, which has a copy of its
         output of its own. Hosts may have unlike numbers of ranks.
         """
-        hosts, message = self._hosts, _as_bytes(given)
+        hosts, message = self._hosts, _as_bytes(input_)
         result = _as_bytes(out).view(len(hosts.of_rank), len(message))
         # [ranks, bytes], the ranks of a host next to each other.
         rows = result if hosts.places is None else torch.empty_like(result)

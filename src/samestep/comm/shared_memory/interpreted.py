@@ -66,10 +66,10 @@ class InterpretedKernel:
             self._meet(first, signature)
             flat[first:last] = self._reduced(slots, operation)
 
-    def reduce_scatter(self, given: Tensor, out: Tensor, operation: int) -> None:
+    def reduce_scatter(self, input_: Tensor, out: Tensor, operation: int) -> None:
         """A slot holds a piece for each rank; this rank reads its piece of every slot."""
         n, rank = self._place.ranks, self._place.rank
-        parts, flat = given.view(n, -1), out.view(-1)
+        parts, flat = input_.view(n, -1), out.view(-1)
         signature = hash((3, flat.nbytes, TYPES[flat.dtype], operation))
         room = SLOT // n // 64 * 64
         for first, last, slots in self._chunks(flat, room, parts=n):
@@ -87,9 +87,9 @@ class InterpretedKernel:
             if self._place.rank == root:
                 flat[first:last] = self._reduced(slots, operation)
 
-    def all_gather(self, given: Tensor, out: Tensor) -> None:
+    def all_gather(self, input_: Tensor, out: Tensor) -> None:
         """Each rank writes its part into its slot and reads all slots."""
-        flat, parts = _as_bytes(given), _as_bytes(out).view(self._place.ranks, -1)
+        flat, parts = _as_bytes(input_), _as_bytes(out).view(self._place.ranks, -1)
         signature = hash((4, flat.nbytes))
         for first, last, slots in self._chunks(flat, SLOT):
             slots[self._place.rank].copy_(flat[first:last])
@@ -164,10 +164,10 @@ class InterpretedKernel:
         alive; a system call at each poll would slow the usual case. Raises DistBackendError if another rank has
         aborted, if the process of `rank` has ended, or after the group's timeout.
         """
-        phases, wanted, looks = self._seats[:, 0], self._phase, 0
+        phases, phase, looks = self._seats[:, 0], self._phase, 0
         began = time.monotonic()
         # A stale value only delays: counters never fall.
-        while phases[rank] < wanted:
+        while phases[rank] < phase:
             looks += 1
             if looks < _LOOKS:
                 continue
@@ -177,7 +177,7 @@ class InterpretedKernel:
             time.sleep(1e-3)
             if self._seats[:, 3].any():
                 raise kernel.broken()
-            if self._is_gone(rank) and phases[rank] < wanted:
+            if self._is_gone(rank) and phases[rank] < phase:
                 self.abort()
                 raise kernel.lost(rank)
             if waited > self._place.limit:

@@ -53,7 +53,7 @@ class Kernel(Protocol):
         """`tensor` becomes that of rank `root` of this group; of any dtype."""
         ...
 
-    def all_gather(self, given: Tensor, out: Tensor) -> None:
+    def all_gather(self, input_: Tensor, out: Tensor) -> None:
         """`out`: what every rank gave, in the order of the ranks; of any dtype."""
         ...
 
@@ -69,8 +69,8 @@ class Kernel(Protocol):
 class HostKernel(Kernel, Protocol):
     """A kernel for the ranks of one host, with the further collectives that only such a kernel has."""
 
-    def reduce_scatter(self, given: Tensor, out: Tensor, operation: int) -> None:
-        """`given`: as many numbers as `out` for each rank, in the order of the ranks; `out`: this rank's sum."""
+    def reduce_scatter(self, input_: Tensor, out: Tensor, operation: int) -> None:
+        """`input_`: as many numbers as `out` for each rank, in the order of the ranks; `out`: this rank's sum."""
         ...
 
     def reduce(self, tensor: Tensor, root: int, operation: int) -> None:

@@ -131,15 +131,15 @@ class KernelGroup(PythonGroup):
         opts = AllgatherOptions() if opts is None else opts
         if len(output_tensors) != 1 or not _alike(output_tensors[0], input_tensors[0]):
             return self.fallback.allgather(output_tensors, input_tensors, opts)
-        (parts,), (given,) = output_tensors, input_tensors
+        (parts,), (input_,) = output_tensors, input_tensors
 
         def run() -> None:
-            whole = given.new_empty(len(parts), given.numel())
-            self.kernel.all_gather(given, whole)
+            whole = input_.new_empty(len(parts), input_.numel())
+            self.kernel.all_gather(input_, whole)
             for part, numbers in zip(parts, whole, strict=True):
                 part.copy_(numbers.view_as(part))
 
-        return self._run("all-gather", given.nbytes * self.size(), opts, output_tensors, run)
+        return self._run("all-gather", input_.nbytes * self.size(), opts, output_tensors, run)
 
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
         return self.fallback.reduce_scatter(*args, **kwargs)
@@ -185,15 +185,15 @@ class KernelGroup(PythonGroup):
     def _gathers(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
         """Whether the kernel supports this all-gather: dense CPU tensors, outputs of `ranks` times the bytes."""
         return all(map(_dense, (*outputs, *inputs))) and all(
-            out.nbytes == given.nbytes * self.size() for out, given in zip(outputs, inputs, strict=True)
+            out.nbytes == input_.nbytes * self.size() for out, input_ in zip(outputs, inputs, strict=True)
         )
 
     def _gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         """Run or enqueue an all-gather for each pair of tensors."""
 
         def run() -> None:
-            for out, given in zip(outputs, inputs, strict=True):
-                self.kernel.all_gather(given, out)
+            for out, input_ in zip(outputs, inputs, strict=True):
+                self.kernel.all_gather(input_, out)
 
         return self._run("all-gather", _bytes(outputs), opts, outputs, run)
 
@@ -266,8 +266,8 @@ class SharedMemoryGroup(KernelGroup):
             _operation(opts) is not None
             and all(map(_summable, (*outputs, *inputs)))
             and all(
-                given.numel() == out.numel() * self.size() and given.dtype == out.dtype
-                for out, given in zip(outputs, inputs, strict=True)
+                input_.numel() == out.numel() * self.size() and input_.dtype == out.dtype
+                for out, input_ in zip(outputs, inputs, strict=True)
             )
         )
 
@@ -277,8 +277,8 @@ class SharedMemoryGroup(KernelGroup):
         assert operation is not None
 
         def run() -> None:
-            for out, given in zip(outputs, inputs, strict=True):
-                self._host.reduce_scatter(given, out, operation)
+            for out, input_ in zip(outputs, inputs, strict=True):
+                self._host.reduce_scatter(input_, out, operation)
 
         return self._run("reduce-scatter", _bytes(inputs), opts, outputs, run)
 
@@ -308,9 +308,9 @@ def _summable(tensor: Tensor) -> bool:
     return tensor.dtype in TYPES and _dense(tensor)
 
 
-def _alike(parts: Sequence[Tensor], given: Tensor) -> bool:
+def _alike(parts: Sequence[Tensor], input_: Tensor) -> bool:
     """Whether all ranks send tensors of the same shape, judged by the shapes of the output tensors."""
-    return _dense(given) and all(part.shape == given.shape and _dense(part) for part in parts)
+    return _dense(input_) and all(part.shape == input_.shape and _dense(part) for part in parts)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

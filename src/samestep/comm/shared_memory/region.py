@@ -112,24 +112,24 @@ def share(
         memory, problem = None, f"rank {rank} can't map the region of rank 0: {reason}"
     # Each rank publishes its own outcome and reads all others, so that all agree on whether there is a region.
     store.set(f"mapped/{rank}", problem)
-    problems = [store.get(f"mapped/{each}").decode() for each in range(ranks)]
+    problems = [store.get(f"mapped/{number}").decode() for number in range(ranks)]
     if rank == 0 and not told:
         remove(path)
-    found = next((each for each in problems if each), "")
-    if found or memory is None:
+    first_problem = next((problem for problem in problems if problem), "")
+    if first_problem or memory is None:
         if memory is not None:
             memory.close()
         if file >= 0:
             os.close(file)
-        raise NoRegionError(found)
+        raise NoRegionError(first_problem)
     return SharedRegion(file=file, memory=memory)
 
 
 def _opened(path: str, size: int) -> int:
     """Open rank 0's region. Raises OSError, and ValueError for what isn't one: the store has no password."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    found = os.fstat(file)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size >= size:
+    status = os.fstat(file)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size >= size:
         return file
     os.close(file)
     raise ValueError("it is no file of this user with the region's size")
@@ -137,18 +137,18 @@ def _opened(path: str, size: int) -> int:
 
 def host_identity() -> str:
     """An identifier that is equal for processes that can share memory: host name, user, boot identity, namespaces."""
-    found = [socket.gethostname(), str(os.getuid())]
+    parts = [socket.gethostname(), str(os.getuid())]
     for path in map(Path, _IDENTITIES):
         if path.is_symlink():
-            found.append(str(path.readlink()))
+            parts.append(str(path.readlink()))
         elif path.is_file():
-            found.append(path.read_text(encoding="ascii").strip())
-    return " ".join(found)
+            parts.append(path.read_text(encoding="ascii").strip())
+    return " ".join(parts)
 
 
 def host_of_each(store: Store, rank: int, ranks: int, identity: str) -> list[int]:
     """The host of each rank, numbered in the order of the ranks. Every rank of the group must call this."""
     store.set(f"host/{rank}", identity)
-    found = [store.get(f"host/{each}").decode() for each in range(ranks)]
-    hosts = list(dict.fromkeys(found))
-    return [hosts.index(each) for each in found]
+    names = [store.get(f"host/{number}").decode() for number in range(ranks)]
+    hosts = list(dict.fromkeys(names))
+    return [hosts.index(host) for host in names]

@@ -72,21 +72,21 @@ def takes_schedule(config: Mapping[str, Any]) -> bool:
     return "scheduler" in config and not has_auto(config["scheduler"])
 
 
-def sizes(config: Mapping[str, Any], asked: JobValues) -> tuple[int | None, int | None]:
+def sizes(config: Mapping[str, Any], job_values: JobValues) -> tuple[int | None, int | None]:
     """The batch and the micro-batch that a configuration and a job agree on.
 
     Raises UserError where train_batch_size is not micro-batch x accumulation x ranks, or not the job's batch.
     """
     total, micro, steps = (_size(config, name) for name in SIZES)
-    total, micro, steps, _ = solved(total, micro, steps, asked.ranks, _contradiction)
-    if total is not None and asked.batch is not None and total != asked.batch:
+    total, micro, steps, _ = solved(total, micro, steps, job_values.ranks, _contradiction)
+    if total is not None and job_values.batch is not None and total != job_values.batch:
         raise UserError(
-            f"recipe.batch is {asked.batch} and the DeepSpeed configuration makes batches of {total}; use "
+            f"recipe.batch is {job_values.batch} and the DeepSpeed configuration makes batches of {total}; use "
             f'recipe.batch: {total}, or "auto" for train_batch_size'
         )
-    if steps is not None and micro is None and asked.batch is not None:
-        micro = -(-asked.batch // (steps * asked.ranks))
-    return total or asked.batch, micro
+    if steps is not None and micro is None and job_values.batch is not None:
+        micro = -(-job_values.batch // (steps * job_values.ranks))
+    return total or job_values.batch, micro
 
 
 def _contradiction(total: int, micro: int | None, steps: int | None, ranks: int | None) -> UserError:
@@ -112,52 +112,58 @@ def _size(config: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def agree(config: Mapping[str, Any], asked: JobValues) -> None:
+def agree(config: Mapping[str, Any], job_values: JobValues) -> None:
     """Raise one UserError that lists all settings whose values in the configuration and the job differ."""
-    _, micro = sizes(config, asked)
+    _, micro = sizes(config, job_values)
     both = {
-        "run.layout (ZeRO stage)": (asked.stage, stage_of(config)),
-        "run.micro_batch": (asked.micro_batch, micro),
-        "recipe.clip": (asked.clip, clip_of(config)),
-        "recipe.precision": (asked.precision, precision_of(config)),
-        "run.layout (offload of the optimizer)": (asked.offload_optimizer, offload_of(config, "offload_optimizer")),
-        "run.layout (offload of parameters)": (asked.offload_parameters, offload_of(config, "offload_param")),
+        "run.layout (ZeRO stage)": (job_values.stage, stage_of(config)),
+        "run.micro_batch": (job_values.micro_batch, micro),
+        "recipe.clip": (job_values.clip, clip_of(config)),
+        "recipe.precision": (job_values.precision, precision_of(config)),
+        "run.layout (offload of the optimizer)": (
+            job_values.offload_optimizer,
+            offload_of(config, "offload_optimizer"),
+        ),
+        "run.layout (offload of parameters)": (job_values.offload_parameters, offload_of(config, "offload_param")),
     }
     wrong = {name: pair for name, pair in both.items() if None not in pair and pair[0] != pair[1]}
     if wrong:
-        said = "; ".join(f"{name}: {mine} here and {theirs} there" for name, (mine, theirs) in wrong.items())
+        contradictions = "; ".join(f"{name}: {own} here and {theirs} there" for name, (own, theirs) in wrong.items())
         raise UserError(
-            f"the job and its DeepSpeed configuration contradict each other ({said}); leave each out on one side, "
-            'or write "auto" in the configuration'
+            f"the job and its DeepSpeed configuration contradict each other ({contradictions}); leave each out on "
+            'one side, or write "auto" in the configuration'
         )
 
 
-def completed(given: Mapping[str, Any], asked: JobValues, *, on_cpu: bool) -> Config:
+def completed(from_file: Mapping[str, Any], job_values: JobValues, *, on_cpu: bool) -> Config:
     """Complete a configuration for `deepspeed.initialize`: settings that it leaves open are taken from the job."""
-    agree(given, asked)
-    batch, micro = sizes(given, asked)
-    micro = micro or asked.micro_batch
-    config = _without_auto(given)
-    stage = stage_of(given)
-    zero = {**zero_of(config), "stage": (asked.stage or 0) if stage is None else stage}
-    for name, device in (("offload_optimizer", asked.offload_optimizer), ("offload_param", asked.offload_parameters)):
+    agree(from_file, job_values)
+    batch, micro = sizes(from_file, job_values)
+    micro = micro or job_values.micro_batch
+    config = _without_auto(from_file)
+    stage = stage_of(from_file)
+    zero = {**zero_of(config), "stage": (job_values.stage or 0) if stage is None else stage}
+    for name, device in (
+        ("offload_optimizer", job_values.offload_optimizer),
+        ("offload_param", job_values.offload_parameters),
+    ):
         if device is not None:
             zero[name] = {**zero.get(name, {}), "device": device}
     config["zero_optimization"] = zero
     # DeepSpeed requires batch = micro-batch x accumulation x ranks. Batches here may have any size, and the trainer
     # itself marks the end of a step, so the sizes are rounded up to the next ones that satisfy this.
-    share = -(-(batch or asked.ranks) // asked.ranks)
+    share = -(-(batch or job_values.ranks) // job_values.ranks)
     steps = -(-share // (micro or share))
-    each = micro if batch is None and micro else -(-share // steps)
-    config |= dict(zip(SIZES, (each * steps * asked.ranks, each, steps), strict=True))
-    if clip_of(given) is None:
+    micro_batch = micro if batch is None and micro else -(-share // steps)
+    config |= dict(zip(SIZES, (micro_batch * steps * job_values.ranks, micro_batch, steps), strict=True))
+    if clip_of(from_file) is None:
         # Left out, it would be 1.0 in DeepSpeed 0.19, and no clipping in versions before mid 2026.
-        config["gradient_clipping"] = asked.clip or 0.0
-    if precision_of(given) is None and asked.precision in ("bf16", "fp16"):
-        section = config.get(bf16_key(config) if asked.precision == "bf16" else "fp16", {})
-        config[asked.precision] = {**section, "enabled": True}
+        config["gradient_clipping"] = job_values.clip or 0.0
+    if precision_of(from_file) is None and job_values.precision in ("bf16", "fp16"):
+        section = config.get(bf16_key(config) if job_values.precision == "bf16" else "fp16", {})
+        config[job_values.precision] = {**section, "enabled": True}
     for name, takes in (("optimizer", takes_optimizer), ("scheduler", takes_schedule)):
-        if not takes(given):
+        if not takes(from_file):
             config.pop(name, None)
     if on_cpu and config.get("optimizer", {}).get("type") in _ADAM:
         # PyTorch's Adam computes the same and needs no compilation. DeepSpeed's default weight decay is 0.
@@ -179,18 +185,18 @@ def _without_auto(value: Any) -> Any:
 _HARMLESS = {"torch_adam", "fused", "foreach", "fp32_optimizer_states"}
 
 
-def optimizer_of(given: Config, recipe: Recipe) -> AdamW | SGD:
+def optimizer_of(config: Config, recipe: Recipe) -> AdamW | SGD:
     """The recipe's optimizer, or the configuration's where the recipe has the default one.
 
     A kind that recipes don't have is DeepSpeed's own business. Raises UserError where both say different ones.
     """
-    section, mine = given.get("optimizer"), recipe.optimizer
-    if isinstance(mine, NamedOptimizer):
+    section, own = config.get("optimizer"), recipe.optimizer
+    if isinstance(own, NamedOptimizer):
         raise UserError(
-            f'recipe.optimizer is {mine.name}, and engine "deepspeed" takes adamw or sgd; use one, or engine native'
+            f'recipe.optimizer is {own.name}, and engine "deepspeed" takes adamw or sgd; use one, or engine native'
         )
     if section is None:
-        return mine
+        return own
     theirs = None if _foreign(section) else _mirrored(section, recipe)
     if theirs is None and has_auto(section):
         raise UserError(
@@ -202,12 +208,12 @@ def optimizer_of(given: Config, recipe: Recipe) -> AdamW | SGD:
             f"recipe.optimizer is {recipe.optimizer} and the DeepSpeed configuration has optimizer {section}; "
             "leave one of them out"
         )
-    return theirs or mine
+    return theirs or own
 
 
-def check_proof(given: Config) -> None:
+def check_proof(config: Config) -> None:
     """Raise UserError for an optimizer without an equivalent in recipes, which a proof needs as its reference."""
-    section = given.get("optimizer")
+    section = config.get("optimizer")
     if section is not None and (what := _foreign(section)):
         raise UserError(
             f"the DeepSpeed configuration has {what}, which recipes don't have, so there is no reference to hold it "
@@ -223,9 +229,9 @@ def _foreign(section: Config) -> str | None:
         return f"optimizer {kind}"
     if adds_decay_to_gradient(section) and params.get("weight_decay", 0) != 0:
         return f"{kind} with adam_w_mode false and weight_decay {params['weight_decay']}"
-    known = {field.name for field in fields(schema)} | {"adam_w_mode"} | _HARMLESS
+    names = {field.name for field in fields(schema)} | {"adam_w_mode"} | _HARMLESS
     for name, value in params.items():
-        if name not in known and not (name in NEUTRAL and value == NEUTRAL[name]):
+        if name not in names and not (name in NEUTRAL and value == NEUTRAL[name]):
             return f"{kind} with {name} {value}"
     return None
 
@@ -233,14 +239,14 @@ def _foreign(section: Config) -> str | None:
 def _mirrored(section: Config, recipe: Recipe) -> AdamW | SGD:
     """Convert the configured optimizer to a recipe's, with DeepSpeed's defaults for missing values."""
     schema = OPTIMIZERS[str(section["type"]).lower()]
-    mine = recipe.optimizer if isinstance(recipe.optimizer, schema) else schema()
+    own = recipe.optimizer if isinstance(recipe.optimizer, schema) else schema()
     params = section.get("params", {})
     names = {field.name for field in fields(schema)}
     values = {
-        name: getattr(mine, name) if value == "auto" else value for name, value in params.items() if name in names
+        name: getattr(own, name) if value == "auto" else value for name, value in params.items() if name in names
     }
     defaults = {"lr": DEFAULT_LR, "weight_decay": default_decay(section)}
-    decay_all = mine.decay_all if has_auto(section) else True  # DeepSpeed makes one group of all
+    decay_all = own.decay_all if has_auto(section) else True  # DeepSpeed makes one group of all
     return checked(schema, {**defaults, **values, "decay_all": decay_all})
 
 
@@ -296,14 +302,14 @@ def check_pipeline(layout: Layout, precision: str) -> None:
         )
 
 
-def check_pipeline_asked(given: Config, cut_at: Sequence[str]) -> None:
+def check_pipeline_asked(config: Config, cut_at: Sequence[str]) -> None:
     """Refuse what a job or a configuration can say of pipelines and can't have here."""
     if cut_at:
         raise UserError(
             "run.cut_at names pipeline stages, and engine deepspeed cuts by the number of parameters; use no cut_at"
             ", or engine native"
         )
-    section = given.get("pipeline")
+    section = config.get("pipeline")
     if isinstance(section, dict) and section.get("activation_checkpoint_interval"):
         raise UserError(
             "the DeepSpeed configuration has pipeline.activation_checkpoint_interval "

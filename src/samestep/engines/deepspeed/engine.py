@@ -64,33 +64,33 @@ class DeepSpeed(Engine):
 
     def settle(self, job: Job, layout: Layout) -> tuple[Job, Layout]:
         """Take settings from the configuration where the job has its defaults; those that both set must agree."""
-        given = configuration.read(job.run.engine_config) if job.run.engine_config is not None else {}
+        config = configuration.read(job.run.engine_config) if job.run.engine_config is not None else {}
         recipe = job.recipe
-        stage = keys.stage_of(given)
+        stage = keys.stage_of(config)
         check_layout(layout, stage)
-        check_pipeline_asked(given, job.run.cut_at or ())
-        configuration.agree(given, _asked(layout, recipe=recipe, micro_batch=job.run.micro_batch))
-        _, micro = configuration.sizes(given, JobValues(ranks=layout.data_ranks, batch=recipe.batch))
+        check_pipeline_asked(config, job.run.cut_at or ())
+        configuration.agree(config, _asked(layout, recipe=recipe, micro_batch=job.run.micro_batch))
+        _, micro = configuration.sizes(config, JobValues(ranks=layout.data_ranks, batch=recipe.batch))
         recipe = replace(
             recipe,
-            clip=recipe.clip or keys.clip_of(given),
-            precision=keys.precision_of(given) or recipe.precision,
-            optimizer=optimizer_of(given, recipe),
+            clip=recipe.clip or keys.clip_of(config),
+            precision=keys.precision_of(config) or recipe.precision,
+            optimizer=optimizer_of(config, recipe),
         )
-        if configuration.takes_schedule(given) and recipe.schedule != Schedule():
+        if configuration.takes_schedule(config) and recipe.schedule != Schedule():
             raise UserError(
                 "the DeepSpeed configuration has a scheduler and the recipe a schedule; leave one of them out"
             )
         if stage and layout.replicate > 1:
             layout = replace(layout, replicate=1, shard=layout.replicate, zero=stage)
-        nvme.check(given)
+        nvme.check(config)
         run = replace(job.run, micro_batch=job.run.micro_batch or micro, layout=str(layout))
         return replace(job, recipe=recipe, run=run), layout
 
     def make_ready(self, job: Job, layout: Layout) -> None:
         """Build the extension for disks before ranks start: they would all build it at once."""
-        given = configuration.read(job.run.engine_config) if job.run.engine_config is not None else {}
-        if nvme.to_disk(given) or layout.offloads("optimizer-disk"):
+        config = configuration.read(job.run.engine_config) if job.run.engine_config is not None else {}
+        if nvme.to_disk(config) or layout.offloads("optimizer-disk"):
             nvme.build(device_of(0, job.run.device).type)
 
     def check_proof(self, job: Job) -> None:
@@ -105,10 +105,10 @@ class DeepSpeed(Engine):
         (`SameOrder`), and `deepspeed.initialize` comes last, as it replaces parameters by its own.
         """
         options = how.options
-        given = configuration.read(options.engine_config) if options.engine_config is not None else {}
-        check_layout(how.layout, keys.stage_of(given))
-        check_pipeline_asked(given, options.cut_at or ())
-        asked = replace(
+        from_file = configuration.read(options.engine_config) if options.engine_config is not None else {}
+        check_layout(how.layout, keys.stage_of(from_file))
+        check_pipeline_asked(from_file, options.cut_at or ())
+        job_values = replace(
             _asked(how.layout),
             batch=options.batch,
             micro_batch=options.micro_batch,
@@ -116,7 +116,7 @@ class DeepSpeed(Engine):
             # In a job the precision is settled: a proof asks for fp32 whatever the job has.
             precision=None if options.precision == "fp32" and options.batch is None else options.precision,
         )
-        config = configuration.completed(given, asked, on_cpu=how.device.type == "cpu")
+        config = configuration.completed(from_file, job_values, on_cpu=how.device.type == "cpu")
         keep_no_cache(model)
         forward_context = ForwardContext()
         same_dropout(model, forward_context)
@@ -133,9 +133,11 @@ class DeepSpeed(Engine):
         if config["zero_optimization"]["stage"] == 3 and how.layout.data_ranks > 1:
             order = SameOrder(model, how.mesh.data_group, how.device)
         module, held = (model, model) if stages is None else (stages.module, stages)
-        optimizer = None if configuration.takes_optimizer(given) else how.optimizer_of(held.named_parameters())
-        schedule = None if optimizer is None or configuration.takes_schedule(given) else how.schedule_of(optimizer)
-        if optimizer is None and not configuration.takes_schedule(given):
+        optimizer = None if configuration.takes_optimizer(from_file) else how.optimizer_of(held.named_parameters())
+        schedule = (
+            None if optimizer is None or configuration.takes_schedule(from_file) else how.schedule_of(optimizer)
+        )
+        if optimizer is None and not configuration.takes_schedule(from_file):
             schedule = how.schedule_of  # DeepSpeed calls it with the optimizer that it makes
         engine = initialize(
             package,

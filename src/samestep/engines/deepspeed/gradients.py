@@ -27,7 +27,7 @@ def reached(loss: Tensor) -> set[int] | None:
     """The ids of the parameters that a loss depends on; None if reentrant checkpoints hide a part of the graph."""
     nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
-    found: set[int] = set()
+    parameters: set[int] = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -37,9 +37,9 @@ def reached(loss: Tensor) -> set[int] | None:
         if kind == _HIDING:
             return None
         if kind == "AccumulateGrad":
-            found.add(id(node.variable))
+            parameters.add(id(node.variable))
         nodes.extend(before for before, _ in node.next_functions)
-    return found
+    return parameters
 
 
 def digest(numbers: list[int]) -> Tensor:
@@ -212,9 +212,11 @@ class ShardedGradients(Gradients):
         # each backward, and in stage 1 in the last.
         if self._mesh.data_place.of == 1:
             return
-        found = reached(loss)
+        parameters = reached(loss)
         everything = set(self._numbers.values())
-        self._expected |= everything if found is None else {self._numbers[p] for p in found if p in self._numbers}
+        self._expected |= (
+            everything if parameters is None else {self._numbers[p] for p in parameters if p in self._numbers}
+        )
         if last or self._engine.zero_optimization_stage() > 1:
             self._check_alike(self._expected)
             self._expected = set()
@@ -227,9 +229,9 @@ class ShardedGradients(Gradients):
     def _check_alike(self, numbers: set[int]) -> None:
         """Raise UserError on every rank if the ranks are about to send gradients of different parameters."""
         device = next(self._engine.module.parameters()).device
-        found = digest(sorted(numbers)).to(device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.data_group)
-        if found.sum() == 0:
+        digests = digest(sorted(numbers)).to(device)
+        dist.all_reduce(digests, dist.ReduceOp.MAX, group=self._mesh.data_group)
+        if digests.sum() == 0:
             return
         ranks: list[Any] = [None] * self._mesh.data_place.of
         dist.all_gather_object(ranks, [self._names[number] for number in numbers], group=self._mesh.data_group)

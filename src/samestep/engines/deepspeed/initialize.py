@@ -35,7 +35,7 @@ def _nothing() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return not any(known in record.getMessage() for known in _NO_NEWS)
+    return not any(text in record.getMessage() for text in _NO_NEWS)
 
 
 @contextmanager

@@ -70,13 +70,13 @@ def bf16_key(keys: Container[str]) -> str:
 def precision_of(config: Mapping[str, Any]) -> str | None:
     """The precision that a configuration asks for; None where it leaves it open."""
     sections = {"fp16": "fp16", "bf16": bf16_key(config)}
-    asked = {name: switch_of(config.get(key, {}).get("enabled")) for name, key in sections.items()}
-    if all(asked.values()):
+    enabled_by_name = {name: switch_of(config.get(key, {}).get("enabled")) for name, key in sections.items()}
+    if all(enabled_by_name.values()):
         raise UserError("the DeepSpeed configuration enables fp16 and bf16; use one of them")
-    for name, enabled in asked.items():
+    for name, enabled in enabled_by_name.items():
         if enabled:
             return name
-    return "fp32" if False in asked.values() else None
+    return "fp32" if False in enabled_by_name.values() else None
 
 
 def clip_of(config: Mapping[str, Any]) -> float | None:
@@ -95,16 +95,16 @@ def solved(
     Where more are open they are returned as they are. Raises `differ`'s error for sizes that contradict this.
     """
     factors = [micro, accumulation, ranks]
-    known = prod(factor for factor in factors if factor is not None)
+    product = prod(factor for factor in factors if factor is not None)
     left_open = factors.count(None)
     if batch is None:
-        return (known if not left_open else None), micro, accumulation, ranks
-    if left_open == 0 and batch != known:
+        return (product if not left_open else None), micro, accumulation, ranks
+    if left_open == 0 and batch != product:
         raise differ(batch, micro, accumulation, ranks)
     if left_open == 1:
-        if batch % known:
+        if batch % product:
             raise differ(batch, micro, accumulation, ranks)
-        factors[factors.index(None)] = batch // known
+        factors[factors.index(None)] = batch // product
     return batch, factors[0], factors[1], factors[2]
 
 

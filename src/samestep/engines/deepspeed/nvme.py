@@ -43,9 +43,9 @@ def to_disk(config: Mapping[str, Any]) -> bool:
     return offload_of(config, "offload_optimizer") == "nvme"
 
 
-def check(given: Mapping[str, Any]) -> None:
+def check(config: Mapping[str, Any]) -> None:
     """Raise UserError for a user's configuration that moves parameters to disk."""
-    if offload_of(given, "offload_param") == "nvme":
+    if offload_of(config, "offload_param") == "nvme":
         raise UserError(
             "the DeepSpeed configuration has offload_param on nvme, from where DeepSpeed 0.19 takes parameters for "
             'bf16 whatever they are; use "device": "cpu", or engine native with offload=parameters-disk'
@@ -61,7 +61,7 @@ def build(device_type: str) -> None:
     shown = Console(stderr=True).status(title) if ranks is None or ranks.rank == 0 else nullcontext()
     try:
         with environment.deepspeed_settings(device_type, 0), shown:
-            returncode, said = _run_build()
+            returncode, output = _run_build()
     except subprocess.TimeoutExpired:
         raise UserError(
             f"DeepSpeed's extension async_io is not built after {_LONGEST_BUILD} seconds; a build that was killed "
@@ -69,7 +69,7 @@ def build(device_type: str) -> None:
             "~/.cache/torch_extensions/* (or TORCH_EXTENSIONS_DIR)"
         ) from None
     if returncode:
-        raise _missing((said.strip().splitlines() or ["without a word"])[-1])
+        raise _missing((output.strip().splitlines() or ["without a word"])[-1])
 
 
 def _check_folder() -> None:
@@ -92,7 +92,7 @@ def _run_build() -> tuple[int, str]:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            _, said = process.communicate(timeout=_LONGEST_BUILD)
+            _, output = process.communicate(timeout=_LONGEST_BUILD)
         except BaseException:
             # PyTorch's lock on the build is a file, which a process that is killed leaves to all builds after it.
             _signal(process, signal.SIGINT)
@@ -101,7 +101,7 @@ def _run_build() -> tuple[int, str]:
             except subprocess.TimeoutExpired:
                 _signal(process, signal.SIGKILL)
             raise
-    return process.returncode, said
+    return process.returncode, output
 
 
 def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:

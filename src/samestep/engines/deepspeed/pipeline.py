@@ -110,9 +110,9 @@ def _check_apart(layers: Layers) -> None:
     first: dict[int, str] = {}
     for name, layer in layers:
         holds = [*layer.parameters(), *layer.buffers()]
-        for each in [layer, *holds]:
-            other = first.setdefault(id(each), name)
-            if other != name and (each is not layer or not _without_state(layer)):
+        for module in [layer, *holds]:
+            other = first.setdefault(id(module), name)
+            if other != name and (module is not layer or not _without_state(layer)):
                 raise UserError(
                     f"engine deepspeed: layers {other} and {name} are one, or share a tensor, which its pipeline "
                     f"would change apart from each other; {_INSTEAD}"
@@ -121,8 +121,8 @@ def _check_apart(layers: Layers) -> None:
 
 def _without_state(layer: nn.Module) -> bool:
     """Whether a layer may stand in two places: one of torch.nn without children, and no dropout."""
-    known = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, AnyDropout)
-    return known and not any(True for _ in layer.children())
+    stateless = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, AnyDropout)
+    return stateless and not any(True for _ in layer.children())
 
 
 def _is_trained(layer: nn.Module) -> bool:
@@ -151,7 +151,7 @@ def cut(model: nn.Module, *, package: Any, layout: Layout, mesh: Mesh, device: t
             # chunk of an evaluation.
             dynamic_shape=True,
         )
-    mine = mesh.coordinate("pipeline")
+    own_stage = mesh.coordinate("pipeline")
     stage_of: dict[str, int] = {}
     for stage in range(layout.pipeline):
         begin, end = module.parts[stage], module.parts[stage + 1]
@@ -163,30 +163,30 @@ def cut(model: nn.Module, *, package: Any, layout: Layout, mesh: Mesh, device: t
         for name, layer in layers[begin:end]:
             held = [*layer.state_dict(), *(key for key, _ in layer.named_parameters())]
             stage_of |= {f"{name}.{key}": stage for key in held}
-            if stage != mine:
+            if stage != own_stage:
                 layer.to("meta")
     for parameter in module.parameters():
         # Without this mark DeepSpeed would count only the first stage's gradients in the norm, as replicated ones.
         parameter.model_parallel = True
-    return Stages(module=module, layers=layers, stage_of=stage_of, mine=mine)
+    return Stages(module=module, layers=layers, stage_of=stage_of, mine=own_stage)
 
 
 def sendable(output: Any, stage: int) -> Any:
     """Make a stage's output contiguous for sending. Raises UserError for outputs that DeepSpeed can't send."""
     tensors = output if isinstance(output, tuple) else (output,)
-    kinds = {each.dtype if isinstance(each, Tensor) else type(each) for each in tensors}
+    kinds = {tensor.dtype if isinstance(tensor, Tensor) else type(tensor) for tensor in tensors}
     if len(kinds) != 1 or not (isinstance(kind := kinds.pop(), torch.dtype) and kind.is_floating_point):
         raise UserError(
             f"engine deepspeed: the last layer of stage {stage} gives {_described(output)}; its pipeline hands on "
             f"one tensor of floating-point numbers, or a tuple of them of one type; {_INSTEAD}"
         )
-    return tuple(each.contiguous() for each in output) if isinstance(output, tuple) else output.contiguous()
+    return tuple(tensor.contiguous() for tensor in output) if isinstance(output, tuple) else output.contiguous()
 
 
 def _described(output: Any) -> str:
     """Describe a layer's output, for an error message."""
     if isinstance(output, tuple):
-        return f"a tuple of {', '.join(_described(each) for each in output)}"
+        return f"a tuple of {', '.join(_described(part) for part in output)}"
     return f"a tensor of {output.dtype}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
 
 
@@ -231,7 +231,7 @@ class PipelineTrainer(DeepSpeedTrainer):
             running = self._running = _Step(batch=batch, loss=loss, totals=self._begin())
             self.engine.micro_batches = len(batch.micro_batches)
             # The loss finds its targets in the micro-batch, so that stands for the labels.
-            pairs = ((self._inputs(each), each) for each in batch.micro_batches)
+            pairs = ((self._inputs(batch), batch) for batch in batch.micro_batches)
             self.engine.train_batch(pairs)
             self._running = None
             return self._report(running.totals, running.lr)
@@ -283,10 +283,10 @@ class PipelineTrainer(DeepSpeedTrainer):
 
     def predict(self, inputs: Any) -> Any:
         """The output of one chunk, on ranks of the last stage; DeepSpeed's evaluation would average a loss."""
-        given = self._as_computed(one_input(inputs))
+        input_ = self._as_computed(one_input(inputs))
         with without_deprecations(), self._without_monitor():
             _, output = self.engine.eval_batch(
-                iter([(given, None)]), return_logits=True, reduce_output=None, bcast_loss=False, num_micro_batches=1
+                iter([(input_, None)]), return_logits=True, reduce_output=None, bcast_loss=False, num_micro_batches=1
             )
         return output
 

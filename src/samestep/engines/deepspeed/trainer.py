@@ -30,7 +30,7 @@ def masters_of(engine: Any) -> Masters:
     Empty in float32 and under ZeRO, which shards the master weights (see `whole`).
     """
     low, exact = (getattr(engine.optimizer, name, ()) for name in ("fp16_groups", "fp32_groups"))
-    return {mine: master for pair in zip(low, exact, strict=False) for mine, master in zip(*pair, strict=True)}
+    return {own: master for pair in zip(low, exact, strict=False) for own, master in zip(*pair, strict=True)}
 
 
 def undo_first_step(engine: Any) -> None:

@@ -57,9 +57,9 @@ def agree(kinds: Sequence[str]) -> ClusterTask:
     """
     address = agreed_in_group(environment.main_address())
     with held_port() as held:
-        mine = (socket.gethostname(), address, held.getsockname()[1])
+        own = (socket.gethostname(), address, held.getsockname()[1])
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        dist.all_gather_object(ranks, own)
         dist.barrier()
     local = len({host for host, _, _ in ranks}) == 1
     cluster: dict[str, list[str]] = {}
@@ -93,15 +93,15 @@ def start(precision: str, device: torch.device, *, replicas: int = 1) -> Tools:
                 "PyTorch has accelerators here and TensorFlow sees none; use a TensorFlow that is built for them "
                 "in place of tensorflow-cpu, or --device cpu"
             )
-        wanted = [] if device.type == "cpu" else there if replicas > 1 else there[device.index or 0 :][:1]
+        visible = [] if device.type == "cpu" else there if replicas > 1 else there[device.index or 0 :][:1]
         with suppress(RuntimeError):  # TensorFlow is already initialized
             threads = torch.get_num_threads()
             tf.config.threading.set_intra_op_parallelism_threads(threads)
             tf.config.threading.set_inter_op_parallelism_threads(threads)
-            tf.config.set_visible_devices(wanted, "GPU")
-            for each in wanted:
-                tf.config.experimental.set_memory_growth(each, True)
-            parts = [tf.config.LogicalDeviceConfiguration() for _ in range(replicas if not wanted else 1)]
+            tf.config.set_visible_devices(visible, "GPU")
+            for gpu in visible:
+                tf.config.experimental.set_memory_growth(gpu, True)
+            parts = [tf.config.LogicalDeviceConfiguration() for _ in range(replicas if not visible else 1)]
             tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
     tf.get_logger().setLevel("ERROR")
     return Tools(tf=tf, keras=keras, dtype=str(parameter_dtype(precision)).removeprefix("torch."))
@@ -181,7 +181,7 @@ class Mirrored(KerasEngine):
         replicas = torch.get_num_threads() if device.type == "cpu" else accelerators()
         tools = start(precision, device, replicas=replicas)
         kind = "CPU" if device.type == "cpu" else "GPU"
-        names = [each.name for each in tools.tf.config.list_logical_devices(kind)]
+        names = [device.name for device in tools.tf.config.list_logical_devices(kind)]
         if len(names) < replicas:
             raise UserError(
                 f"engine {self.name}: TensorFlow was started in this process with {len(names)} devices, and can't "

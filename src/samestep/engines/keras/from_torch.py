@@ -46,7 +46,7 @@ def counterpart(loss: Loss) -> LossOf:
     function = getattr(loss, "__func__", loss)  # also of a class that inherits it
     if function not in _LOSSES:
         owner = type(getattr(loss, "__self__", loss)).__name__
-        there = ", ".join(sorted(each.__qualname__.partition(".")[0] for each in _LOSSES))
+        there = ", ".join(sorted(loss.__qualname__.partition(".")[0] for loss in _LOSSES))
         raise UserError(
             f"the loss of {owner} has no TensorFlow counterpart; use a task that inherits the loss of one of these: "
             f"{there}; or engine native"
@@ -162,11 +162,11 @@ class ConvertedModel:
 
 def to_torch(weight: Weight, value: Any) -> Tensor:
     """A variable's value, an array, as the parameter that it stands for."""
-    found = torch.from_numpy(value)
+    tensor = torch.from_numpy(value)
     if weight.axes is None:
-        return found
+        return tensor
     back = [weight.axes.index(axis) for axis in range(len(weight.axes))]
-    return found.permute(back).contiguous()
+    return tensor.permute(back).contiguous()
 
 
 def to_keras(weight: Weight, value: Tensor) -> Any:
@@ -195,13 +195,13 @@ def convert(model: nn.Module, tools: Tools, example: Any) -> ConvertedModel:
     check(model)
     if not isinstance(example, Tensor):
         raise UserError(f"engine keras: the model is called with a {type(example).__name__}; use one tensor")
-    given = tools.layers.Input(example.shape[1:], dtype=_DTYPES.get(example.dtype, tools.dtype))
+    input_ = tools.layers.Input(example.shape[1:], dtype=_DTYPES.get(example.dtype, tools.dtype))
     values: dict[fx.Node, Any] = {}
     weights: dict[str, Weight] = {}
     output: Any = None
     for node in _graph(model).nodes:
         if node.op == "placeholder":
-            values[node] = channels_last(tools, given)
+            values[node] = channels_last(tools, input_)
         elif node.op == "call_module":
             module = model.get_submodule(node.target)
             values[node], made = MODULES[type(module)](tools, module, values[node.args[0]])
@@ -212,7 +212,7 @@ def convert(model: nn.Module, tools: Tools, example: Any) -> ConvertedModel:
         else:
             arguments = fx.map_arg((node.args, node.kwargs), lambda inner: values[inner])
             values[node] = FUNCTIONS[node.target](tools, *arguments[0], **arguments[1])
-    converted = ConvertedModel(model=tools.keras.Model(given, output), weights=weights)
+    converted = ConvertedModel(model=tools.keras.Model(input_, output), weights=weights)
     for name, parameter in model.named_parameters():
         if name in weights:
             converted.assign(name, parameter)
@@ -260,7 +260,7 @@ def _check_function(model: nn.Module, node: fx.Node) -> None:
     """Raise UserError for a function without a counterpart."""
     if node.target not in FUNCTIONS:
         called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
-        there = sorted({str(getattr(each, "__name__", each)) for each in FUNCTIONS})
+        there = sorted({str(getattr(function_, "__name__", function_)) for function_ in FUNCTIONS})
         raise UserError(
             f"the model calls {called}, which has no Keras counterpart here; there are {', '.join(there)}"
         )

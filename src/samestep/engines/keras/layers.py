@@ -35,7 +35,7 @@ class Tools:
 
     def apply(self, function: Callable[..., Any], *tensors: Any) -> Any:
         """Apply a layer without weights that calls a TensorFlow function."""
-        return self.layers.Lambda(lambda given: function(*given), dtype=self.dtype)(list(tensors))
+        return self.layers.Lambda(lambda input_: function(*input_), dtype=self.dtype)(list(tensors))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,12 @@ def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
-def _linear(tools: Tools, module: nn.Linear, given: Any) -> tuple[Any, Sequence[Weight]]:
+def _linear(tools: Tools, module: nn.Linear, input_: Any) -> tuple[Any, Sequence[Weight]]:
     """Dense: its kernel is [in, out], PyTorch's weight [out, in]."""
-    if is_image(given):
+    if is_image(input_):
         raise _refuse(module, "it would slice images along their width; flatten them first")
     layer = tools.layers.Dense(module.out_features, use_bias=module.bias is not None, dtype=tools.dtype)
-    output = layer(given)
+    output = layer(input_)
     return output, [Weight(name="weight", variable=layer.kernel, axes=(1, 0)), *_bias(module, layer)]
 
 
@@ -85,7 +85,7 @@ def _bias(module: Any, layer: Any) -> list[Weight]:
     return [] if module.bias is None else [Weight(name="bias", variable=layer.bias)]
 
 
-def _conv(tools: Tools, module: nn.Conv2d, given: Any) -> tuple[Any, Sequence[Weight]]:
+def _conv(tools: Tools, module: nn.Conv2d, input_: Any) -> tuple[Any, Sequence[Weight]]:
     """Conv2D: its kernel is [height, width, in, out], PyTorch's weight [out, in, height, width]."""
     if module.groups != 1 or module.padding_mode != "zeros":
         raise _refuse(module, "TensorFlow's convolution has neither groups nor this padding on a CPU")
@@ -97,7 +97,7 @@ def _conv(tools: Tools, module: nn.Conv2d, given: Any) -> tuple[Any, Sequence[We
         # Keras's "same" pads unevenly where a stride is above 1, so zeros are put around the image beforehand.
         padding = "valid"
         if any(module.padding):
-            given = tools.layers.ZeroPadding2D(_pair(module.padding), dtype=tools.dtype)(given)
+            input_ = tools.layers.ZeroPadding2D(_pair(module.padding), dtype=tools.dtype)(input_)
     layer = tools.layers.Conv2D(
         module.out_channels,
         module.kernel_size,
@@ -107,7 +107,7 @@ def _conv(tools: Tools, module: nn.Conv2d, given: Any) -> tuple[Any, Sequence[We
         use_bias=module.bias is not None,
         dtype=tools.dtype,
     )
-    output = layer(given)
+    output = layer(input_)
     return output, [Weight(name="weight", variable=layer.kernel, axes=(2, 3, 1, 0)), *_bias(module, layer)]
 
 
@@ -122,16 +122,16 @@ def _beta(layer: Any) -> Weight:
     return Weight(name="bias", variable=layer.beta)
 
 
-def _group_norm(tools: Tools, module: nn.GroupNorm, given: Any) -> tuple[Any, Sequence[Weight]]:
+def _group_norm(tools: Tools, module: nn.GroupNorm, input_: Any) -> tuple[Any, Sequence[Weight]]:
     layer = tools.layers.GroupNormalization(
         module.num_groups, epsilon=module.eps, center=module.affine, scale=module.affine, dtype=tools.dtype
     )
-    output = layer(given)
+    output = layer(input_)
     return output, _norm_weights(module, layer)
 
 
-def _layer_norm(tools: Tools, module: nn.LayerNorm, given: Any) -> tuple[Any, Sequence[Weight]]:
-    if is_image(given):
+def _layer_norm(tools: Tools, module: nn.LayerNorm, input_: Any) -> tuple[Any, Sequence[Weight]]:
+    if is_image(input_):
         raise _refuse(module, "it would average over other dimensions of an image; use group norm")
     last = list(range(-len(module.normalized_shape), 0))
     layer = tools.layers.LayerNormalization(
@@ -141,60 +141,60 @@ def _layer_norm(tools: Tools, module: nn.LayerNorm, given: Any) -> tuple[Any, Se
         center=module.bias is not None,
         dtype=tools.dtype,
     )
-    output = layer(given)
+    output = layer(input_)
     return output, _norm_weights(module, layer)
 
 
-def _max_pool(tools: Tools, module: nn.MaxPool2d, given: Any) -> tuple[Any, Sequence[Weight]]:
+def _max_pool(tools: Tools, module: nn.MaxPool2d, input_: Any) -> tuple[Any, Sequence[Weight]]:
     """Padding by the smallest number of the dtype, which no maximum takes."""
     if module.ceil_mode or _pair(module.dilation) != (1, 1) or module.return_indices:
         raise _refuse(module, "Keras's has neither ceil_mode nor dilation nor return_indices")
     height, width = _pair(module.padding)
     if height or width:
         around = [[0, 0], [height, height], [width, width], [0, 0]]
-        given = tools.apply(lambda image: tools.tf.pad(image, around, constant_values=image.dtype.min), given)
+        input_ = tools.apply(lambda image: tools.tf.pad(image, around, constant_values=image.dtype.min), input_)
     size, strides = _pair(module.kernel_size), _pair(module.stride)
-    return tools.layers.MaxPooling2D(size, strides=strides, dtype=tools.dtype)(given), []
+    return tools.layers.MaxPooling2D(size, strides=strides, dtype=tools.dtype)(input_), []
 
 
-def _average_pool(tools: Tools, module: nn.AvgPool2d, given: Any) -> tuple[Any, Sequence[Weight]]:
+def _average_pool(tools: Tools, module: nn.AvgPool2d, input_: Any) -> tuple[Any, Sequence[Weight]]:
     if module.ceil_mode or any(_pair(module.padding)) or module.divisor_override is not None:
         raise _refuse(module, "Keras's has neither ceil_mode nor padding nor a divisor of one's own")
     size, strides = _pair(module.kernel_size), _pair(module.stride)
-    return tools.layers.AveragePooling2D(size, strides=strides, dtype=tools.dtype)(given), []
+    return tools.layers.AveragePooling2D(size, strides=strides, dtype=tools.dtype)(input_), []
 
 
-def _adaptive_average_pool(tools: Tools, module: nn.AdaptiveAvgPool2d, given: Any) -> tuple[Any, Sequence[Weight]]:
+def _adaptive_average_pool(tools: Tools, module: nn.AdaptiveAvgPool2d, input_: Any) -> tuple[Any, Sequence[Weight]]:
     """Only where the output's size divides the input's: the windows are then equal and apart."""
-    wanted: Any = module.output_size
-    before = given.shape[1:3]
-    after = [there if size is None else size for size, there in zip(_pair(wanted), before, strict=True)]
+    output_size: Any = module.output_size
+    before = input_.shape[1:3]
+    after = [there if size is None else size for size, there in zip(_pair(output_size), before, strict=True)]
     if any(there % size for size, there in zip(after, before, strict=True)):
         raise _refuse(module, f"{tuple(before)} is no multiple of {tuple(after)}, and its windows would overlap")
     size = [there // size for size, there in zip(after, before, strict=True)]
-    return tools.layers.AveragePooling2D(size, dtype=tools.dtype)(given), []
+    return tools.layers.AveragePooling2D(size, dtype=tools.dtype)(input_), []
 
 
-def _flatten(tools: Tools, module: nn.Flatten, given: Any) -> tuple[Any, Sequence[Weight]]:
+def _flatten(tools: Tools, module: nn.Flatten, input_: Any) -> tuple[Any, Sequence[Weight]]:
     """Through PyTorch's order of dimensions, in which the next layer's weights are."""
     if module.start_dim != 1 or module.end_dim != -1:
         raise _refuse(module, "Keras's flattens everything but the samples; use start_dim=1, end_dim=-1")
-    return tools.layers.Flatten(dtype=tools.dtype)(channels_first(tools, given)), []
+    return tools.layers.Flatten(dtype=tools.dtype)(channels_first(tools, input_)), []
 
 
-def _dropout(tools: Tools, module: nn.Dropout, given: Any) -> tuple[Any, Sequence[Weight]]:
-    return (tools.layers.Dropout(module.p, dtype=tools.dtype)(given) if module.p else given), []
+def _dropout(tools: Tools, module: nn.Dropout, input_: Any) -> tuple[Any, Sequence[Weight]]:
+    return (tools.layers.Dropout(module.p, dtype=tools.dtype)(input_) if module.p else input_), []
 
 
-def _identity(tools: Tools, module: nn.Identity, given: Any) -> tuple[Any, Sequence[Weight]]:
-    return given, []
+def _identity(tools: Tools, module: nn.Identity, input_: Any) -> tuple[Any, Sequence[Weight]]:
+    return input_, []
 
 
 def _activation(function: Callable[[Any, Any], Callable[[Any], Any]]) -> Counterpart:
     """A layer that calls a function of TensorFlow's, found from TensorFlow and the module."""
 
-    def make(tools: Tools, module: Any, given: Any) -> tuple[Any, Sequence[Weight]]:
-        return tools.layers.Activation(function(tools.tf, module), dtype=tools.dtype)(given), []
+    def make(tools: Tools, module: Any, input_: Any) -> tuple[Any, Sequence[Weight]]:
+        return tools.layers.Activation(function(tools.tf, module), dtype=tools.dtype)(input_), []
 
     return make
 
@@ -203,8 +203,8 @@ def _gelu(tf: Any, module: nn.GELU) -> Callable[[Any], Any]:
     """Hendrycks & Gimpel 2016, section 2. TensorFlow's own has its constants in float32."""
     if module.approximate == "tanh":
         factor = math.sqrt(2 / math.pi)
-        return lambda given: 0.5 * given * (1 + tf.tanh(factor * (given + 0.044715 * given * given * given)))
-    return lambda given: 0.5 * given * (1 + tf.math.erf(given * math.sqrt(0.5)))
+        return lambda x: 0.5 * x * (1 + tf.tanh(factor * (x + 0.044715 * x * x * x)))
+    return lambda x: 0.5 * x * (1 + tf.math.erf(x * math.sqrt(0.5)))
 
 
 MODULES: Mapping[type[nn.Module], Counterpart] = {
@@ -230,27 +230,27 @@ def _add(tools: Tools, one: Any, other: Any) -> Any:
     return tools.layers.Add(dtype=tools.dtype)([one, other])
 
 
-def _relu(tools: Tools, given: Any, inplace: bool = False) -> Any:
-    return tools.apply(tools.tf.nn.relu, given)
+def _relu(tools: Tools, input_: Any, inplace: bool = False) -> Any:
+    return tools.apply(tools.tf.nn.relu, input_)
 
 
-def _flat(tools: Tools, given: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    return _flatten(tools, nn.Flatten(start_dim, end_dim), given)[0]
+def _flat(tools: Tools, input_: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    return _flatten(tools, nn.Flatten(start_dim, end_dim), input_)[0]
 
 
 _IMAGE_AXES = {0: 0, 1: 3, 2: 1, 3: 2}  # from PyTorch's dimensions to TensorFlow's
 
 
-def _mean(tools: Tools, given: Any, dim: Any, keepdim: bool = False) -> Any:
+def _mean(tools: Tools, input_: Any, dim: Any, keepdim: bool = False) -> Any:
     """A mean over dimensions, counted as PyTorch does."""
     dims = [dim] if isinstance(dim, int) else list(dim)
-    rank = len(given.shape)
+    rank = len(input_.shape)
     axes = [axis % rank for axis in dims]
-    if is_image(given):
+    if is_image(input_):
         if not keepdim and set(axes) != {2, 3}:
             raise UserError(f"mean over dimensions {dims} of an image has no Keras counterpart; use (2, 3)")
         axes = [_IMAGE_AXES[axis] for axis in axes]
-    return tools.apply(lambda tensor: tools.tf.reduce_mean(tensor, axes, keepdims=keepdim), given)
+    return tools.apply(lambda tensor: tools.tf.reduce_mean(tensor, axes, keepdims=keepdim), input_)
 
 
 # Functions, and methods of tensors by their names.

@@ -138,27 +138,27 @@ class ParameterServerTrainer(Trainer):
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         rates = self._here.groups.rates()
-        mine = [each.batch for each in batch.micro_batches if not each.moment.zero_weight]
+        own_batches = [batch.batch for batch in batch.micro_batches if not batch.moment.zero_weight]
         ranks: list[Any] | None = [None] * len(self._roles) if self._there is not None else None
-        dist.gather_object(mine, ranks)
-        found = torch.zeros(2, dtype=torch.float64)  # loss sum, and the norms of the parts' gradients
+        dist.gather_object(own_batches, ranks)
+        sums = torch.zeros(2, dtype=torch.float64)  # loss sum, and the norms of the parts' gradients
         rows = self._rows(batch)
         parts = -(-batch.global_samples // rows)
         if self._there is not None:
             assert ranks is not None
-            given = [each for micro_batches in ranks for each in micro_batches]
-            inputs, targets = (torch.cat([each[place] for each in given]) for place in range(2))
-            found = self._hand_out(
+            batches = [batch for micro_batches in ranks for batch in micro_batches]
+            inputs, targets = (torch.cat([batch_[place] for batch_ in batches]) for place in range(2))
+            sums = self._hand_out(
                 inputs.split(rows), targets.split(rows), self._function(from_torch.counterpart(loss))
             )
-        dist.broadcast(found, src=0)
+        dist.broadcast(sums, src=0)
         self._updates += parts
         self._sent = self._bytes_sent(parts)
         self._changed = True
         self._here.groups.optimizer.step()  # it has no gradients; a schedule wants to see it called
         if self._schedule is not None:
             self._schedule.step()
-        return StepReport(loss=found[0] / batch.global_samples, grad_norm=found[1] / parts, lr=rates[0])
+        return StepReport(loss=sums[0] / batch.global_samples, grad_norm=sums[1] / parts, lr=rates[0])
 
     def _rows(self, batch: StepBatch) -> int:
         """Samples of a part of the batch."""
@@ -174,11 +174,11 @@ class ParameterServerTrainer(Trainer):
         rates = tf.constant(copy.groups.rates(), tf.float64)
         results = []
         self._handed_out = 0
-        for number, (given, wanted) in enumerate(zip(inputs, targets, strict=True)):
-            feed = fill_up(given, wanted, rows=rows)  # one shape, which is compiled once
+        for number, (part_inputs, part_targets) in enumerate(zip(inputs, targets, strict=True)):
+            feed = fill_up(part_inputs, part_targets, rows=rows)  # one shape, which is compiled once
             self._handed_out += sum(part.nbytes for part in feed)
             step = tf.constant(self._updates + number + 1, tf.float64)
-            share = len(given) / total
+            share = len(part_inputs) / total
             arguments = (*(copy.tensor(part) for part in feed), step, rates * share)
             results.append(self._coordinator.schedule(update, args=arguments))
         self._coordinator.join()
@@ -196,8 +196,8 @@ class ParameterServerTrainer(Trainer):
 
         def compute(inputs: Any, targets: Any, weights: Any) -> tuple[Any, Any, list[Any]]:
             with tf.GradientTape() as tape:
-                found = loss(tf, copy.converted.model(inputs, training=True), targets)  # [samples]
-                total = tf.reduce_sum(found * tf.cast(weights, found.dtype))
+                losses = loss(tf, copy.converted.model(inputs, training=True), targets)  # [samples]
+                total = tf.reduce_sum(losses * tf.cast(weights, losses.dtype))
             gradients = tape.gradient(total, copy.variables)
             return total, *copy.scaled(gradients, tf.reduce_sum(weights), self._clip)
 
@@ -237,14 +237,14 @@ class ParameterServerTrainer(Trainer):
 
     def _places(self) -> Mapping[str, int]:
         """On which server each parameter is; every rank must ask."""
-        found: list[Any] = [None]
+        places: list[Any] = [None]
         if self._there is not None:
             tf = self._there.tools.tf
             weights = self._there.converted.weights
             devices = {name: tf.DeviceSpec.from_string(weight.variable.device) for name, weight in weights.items()}
-            found = [{name: device.task for name, device in devices.items()}]
-        dist.broadcast_object_list(found)
-        return found[0]
+            places = [{name: device.task for name, device in devices.items()}]
+        dist.broadcast_object_list(places)
+        return places[0]
 
     def holdings(self) -> Holdings:
         """The copy that every rank predicts with; on a server also the parameters that it serves, and their state."""

@@ -43,7 +43,7 @@ class Copy:
             name: value.detach().cpu().clone() for name, value in model.state_dict().items() if name not in weights
         }
         self._names = list(model.state_dict())
-        self._evaluate = tools.tf.function(lambda given: self.converted.model(given, training=False))
+        self._evaluate = tools.tf.function(lambda inputs: self.converted.model(inputs, training=False))
 
     def _zeros(self, name: str) -> list[Any]:
         """Allocate zeroed optimizer state for a weight, on the devices of its replicas."""
@@ -73,12 +73,12 @@ class Copy:
         For use in tf.functions.
         """
         tf = self.tools.tf
-        norms = [tf.cast(tf.norm(each), tf.float64) for each in gradients]
+        norms = [tf.cast(tf.norm(gradient), tf.float64) for gradient in gradients]
         norm = tf.norm(tf.stack(norms)) / count
         factor = 1 / count
         if clip is not None:
             factor *= tf.minimum(clip / (norm + 1e-6), tf.constant(1, tf.float64))
-        return norm, [each * tf.cast(factor, each.dtype) for each in gradients]
+        return norm, [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
 
     def tensor(self, value: Tensor) -> Any:
         """A PyTorch tensor as TensorFlow's."""
@@ -108,16 +108,16 @@ class Copy:
 
     def holdings(self, copies: int = 1) -> Holdings:
         """Meta tensors with the sizes of TensorFlow's variables; it keeps no gradients between steps."""
-        states = [each for state in self.states.values() for each in state]
+        states = [tensor for state in self.states.values() for tensor in state]
         variables = [weight.variable for weight in self.converted.weights.values()]
         return Holdings(
-            parameters=[stand_in(each) for each in variables for _ in range(copies)],
+            parameters=[stand_in(variable) for variable in variables for _ in range(copies)],
             gradients=[],
-            optimizer_state=[stand_in(each) for each in states for _ in range(copies)],
+            optimizer_state=[stand_in(state) for state in states for _ in range(copies)],
         )
 
     def gradient_bytes(self) -> int:
-        return sum(stand_in(each).nbytes for each in self.variables)
+        return sum(stand_in(variable).nbytes for variable in self.variables)
 
 
 def stand_in(variable: Any) -> Tensor:
@@ -208,14 +208,14 @@ class KerasTrainer(Trainer):
         parts = [self._copy.tensor(part) for part in filled]
         if self._replicas == 1:
             return parts[0], parts[1], parts[2]
-        each = rows // self._replicas
+        own_rows = rows // self._replicas
 
         def cut(part: Any) -> Any:
-            def mine(context: Any) -> Any:
-                first = context.replica_id_in_sync_group * each
-                return part[first : first + each]
+            def values_of_replica(context: Any) -> Any:
+                first = context.replica_id_in_sync_group * own_rows
+                return part[first : first + own_rows]
 
-            return self._copy.strategy.experimental_distribute_values_from_function(mine)
+            return self._copy.strategy.experimental_distribute_values_from_function(values_of_replica)
 
         return cut(parts[0]), cut(parts[1]), cut(parts[2])
 
@@ -237,8 +237,8 @@ class KerasTrainer(Trainer):
             with tf.GradientTape() as tape:
                 losses = loss(tf, copy.converted.model(inputs, training=True), targets)  # [samples]
                 total = tf.reduce_sum(losses * tf.cast(weights, losses.dtype))
-            found = [total, *tape.gradient(total, copy.variables)]
-            return [one + other for one, other in zip(sums, found, strict=True)] if sums else found
+            values = [total, *tape.gradient(total, copy.variables)]
+            return [one + other for one, other in zip(sums, values, strict=True)] if sums else values
 
         def over_replicas(feed: Feed, sums: Sequence[Any]) -> list[Any]:
             context = tf.distribute.get_replica_context()

@@ -198,7 +198,7 @@ class LessCommunicationTrainer(NativeTrainer):
     def holdings(self) -> Holdings:
         """Add the method's state to what the trainer holds."""
         held = super().holdings()
-        ranges = [each.values for each in self._method.ranges().values()]
+        ranges = [range_.values for range_ in self._method.ranges().values()]
         state = [*self._method.shared().values(), *self._method.own().values(), *ranges]
         return replace(held, optimizer_state=[*held.optimizer_state, *state])
 
@@ -218,7 +218,7 @@ class LessCommunicationTrainer(NativeTrainer):
         optimizer = optimizer_pieces(self.optimizer, self.model, self._spread.parts)
         method = self._method
         pieces = {**model, **{STATE + name: whole_piece(value) for name, value in method.shared().items()}}
-        pieces |= {STATE + name: _range_piece(each) for name, each in method.ranges().items()}
+        pieces |= {STATE + name: _range_piece(range_) for name, range_ in method.ranges().items()}
         own = self._own_prefix(self._wire.rank)
         pieces |= {own + name: whole_piece(value) for name, value in method.own().items()}
         if not method.diverges:
@@ -253,12 +253,12 @@ class LessCommunicationTrainer(NativeTrainer):
         def read_all(pieces: Mapping[str, Piece]) -> None:
             method = self._method
             more = {STATE + name: whole_piece(value) for name, value in method.shared().items()}
-            more |= {STATE + name: _range_piece(each) for name, each in method.ranges().items()}
+            more |= {STATE + name: _range_piece(range_) for name, range_ in method.ranges().items()}
             if method.diverges:
                 # The rank's own optimizer state; its own parameters only if the number of ranks is unchanged.
-                mine = {MODEL + name for name in trained} if before == self._wire.ranks else set[str]()
-                mine |= {name for name in pieces if name.startswith(OPTIMIZER)}
-                pieces = {own + name if name in mine else name: each for name, each in pieces.items()}
+                own_names = {MODEL + name for name in trained} if before == self._wire.ranks else set[str]()
+                own_names |= {name for name in pieces if name.startswith(OPTIMIZER)}
+                pieces = {own + name if name in own_names else name: piece for name, piece in pieces.items()}
             read({**pieces, **more, **dealt.pieces})
 
         super().restore(step, by_usual_names if self._method.diverges else saved, read_all, scaler)

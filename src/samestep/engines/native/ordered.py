@@ -58,7 +58,7 @@ class OrderedTrainer(NativeTrainer):
         """Leave sum over the global batch / its samples in the gradients; returns [loss sum, count]."""
         sums = self._ordered.sums
         facts = torch.zeros(sums.virtual_ranks, 2, dtype=torch.float64, device=self._device)
-        number = {id(each): place for place, each in enumerate(batch.micro_batches, sums.first)}
+        number = {id(micro_batch): place for place, micro_batch in enumerate(batch.micro_batches, sums.first)}
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
             """The scaled loss sum of a micro-batch; keeps each virtual rank's sum and count for the ordered sum."""

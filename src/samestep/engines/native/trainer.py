@@ -306,7 +306,9 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         by_copies: dict[int, list[Tensor]] = {}
         # Made at the first norm: by then parameters are those that the optimizer steps.
         if self._copies is None:  # walking through a model takes longer than the norm of a small one
-            self._copies = [(each, parts.copies(name, each)) for name, each in self.model.named_parameters()]
+            self._copies = [
+                (parameter, parts.copies(name, parameter)) for name, parameter in self.model.named_parameters()
+            ]
         # Grouped by how many ranks hold the same, so that each group is one pass over a list of tensors.
         for parameter, copies in self._copies:
             if parameter.grad is not None:

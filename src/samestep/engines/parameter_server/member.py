@@ -48,11 +48,11 @@ class ParameterServerMember(NativeTrainer):
             return
         for number, server in enumerate(self.roles.servers):
             dist.broadcast(self.flat.shard(number), src=server)
-        mine = self.model.state_dict()
+        own_state = self.model.state_dict()
         for name in self._spread.parts.buffers():
-            value = mine[name].contiguous()
+            value = own_state[name].contiguous()
             dist.broadcast(value, src=self.roles.workers[0])
-            mine[name].copy_(value)
+            own_state[name].copy_(value)
         self._changed = False
 
     def predict(self, inputs: Any) -> Any:
@@ -69,7 +69,7 @@ class ParameterServerMember(NativeTrainer):
         dist.all_gather_object(everyone, list(self._held_state(keys)))
         spans = {span.name: span for span in self.flat.spans}
         whole: dict[tuple[str, str], Tensor] = {}
-        for name, key, first, values in (each for held in everyone for each in held):
+        for name, key, first, values in (piece for held in everyone for piece in held):
             state = whole.setdefault((name, key), torch.zeros(spans[name].shape, dtype=values.dtype))
             state.view(-1)[first : first + values.numel()] = values
         for (name, key), state in whole.items():
@@ -167,10 +167,10 @@ _ELEMENTWISE: Sequence[type[Optimizer]] = (
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raise UserError for an optimizer that may look at whole tensors, of which a server has parts."""
-    for each in innermost(optimizer):
-        if type(each) not in _ELEMENTWISE:
-            known = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+    for inner in innermost(optimizer):
+        if type(inner) not in _ELEMENTWISE:
+            kinds = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
             raise UserError(
-                f'engine "parameter-server": servers step parts of tensors, which {type(each).__name__} is not '
-                f"known to allow; use one of {known}"
+                f'engine "parameter-server": servers step parts of tensors, which {type(inner).__name__} is not '
+                f"known to allow; use one of {kinds}"
             )

@@ -140,13 +140,13 @@ class Server(ParameterServerMember):
         self.optimizer.step()
 
     def pieces(self) -> dict[str, Piece]:
-        found: dict[str, Piece] = {}
+        pieces: dict[str, Piece] = {}
         for parameter, chunk in self._chunks.items():
-            found[MODEL + chunk.span.name] = chunk.piece(parameter)
+            pieces[MODEL + chunk.span.name] = chunk.piece(parameter)
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    found[f"{OPTIMIZER}{chunk.span.name}.{key}"] = piece_of_state(chunk, value)
-        return found
+                    pieces[f"{OPTIMIZER}{chunk.span.name}.{key}"] = piece_of_state(chunk, value)
+        return pieces
 
     def holdings(self) -> Holdings:
         return Holdings(
@@ -238,8 +238,8 @@ class AsynchronousServer(Server):
             worker, pushed = self.receive(None)
             self._take(self.roles.workers.index(worker), pushed)
         totals = self._totals.pop(step)
-        known = totals if totals.pushes else self._known()
-        return math.nan if step >= self._stop_at else known.mean_loss, known.mean_norm
+        last_totals = totals if totals.pushes else self._known()
+        return math.nan if step >= self._stop_at else last_totals.mean_loss, last_totals.mean_norm
 
     def _take(self, worker: int, pushed: Pushed) -> None:
         """Handle a push, and reply to the workers that the bound then allows to continue."""
@@ -353,10 +353,10 @@ class AsynchronousServer(Server):
 
     def _reply(self, worker: int, parameters: Tensor | None) -> None:
         slowest = self._attendance.slowest(self._clock)
-        known = self._known()
+        totals = self._known()
         answer = ReplyHeader(
-            loss=known.mean_loss,
-            norm=known.mean_norm,
+            loss=totals.mean_loss,
+            norm=totals.mean_norm,
             stop_at=self._stop_at,
             slowest=self._clock[worker] if slowest is None else slowest,
         )
@@ -366,7 +366,7 @@ class AsynchronousServer(Server):
         """The totals of the newest step that all workers have done, otherwise of the first that any has done."""
         if self._latest is not None:
             return self._latest
-        return next((each for _, each in sorted(self._totals.items()) if each.pushes), _Totals())
+        return next((totals for _, totals in sorted(self._totals.items()) if totals.pushes), _Totals())
 
     def _hand_out(self, worker: int) -> None:
         self._seen[worker] = self._updates

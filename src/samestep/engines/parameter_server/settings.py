@@ -90,21 +90,22 @@ def check_place(settings: ParameterServerSettings, platform: str, device: str, a
     """Raise UserError where a worker's process can't be forked, or couldn't compute."""
     if settings.worker_restarts is None:
         return
-    given = f"worker_restarts is {settings.worker_restarts}"
+    setting = f"worker_restarts is {settings.worker_restarts}"
     if platform != "linux":
         raise UserError(
-            f"{given}, and a process that computes is safely forked on Linux alone (this is {platform}); leave it out"
+            f"{setting}, and a process that computes is safely forked on Linux alone (this is {platform}); "
+            "leave it out"
         )
     if device != "cpu":
         raise UserError(
-            f"{given}, and the device is {device}, which a forked process can't use; use run.device: cpu, or leave "
+            f"{setting}, and the device is {device}, which a forked process can't use; use run.device: cpu, or leave "
             "worker_restarts out"
         )
     if accelerators:
         raise UserError(
-            f"{given}, and this process sees {accelerators} accelerator{'s' * (accelerators > 1)}, for which PyTorch "
-            "starts threads that a forked process lacks; hide them (CUDA_VISIBLE_DEVICES=), or leave worker_restarts "
-            "out"
+            f"{setting}, and this process sees {accelerators} accelerator{'s' * (accelerators > 1)}, for which "
+            "PyTorch starts threads that a forked process lacks; hide them (CUDA_VISIBLE_DEVICES=), or leave "
+            "worker_restarts out"
         )
 
 

@@ -62,12 +62,12 @@ class Chunk:
 
     def piece(self, values: Tensor) -> Piece:
         """What `values`, of the chunk's shape, are of the whole parameter."""
-        flat, begin, found = values.detach().reshape(-1), 0, []
+        flat, begin, parts = values.detach().reshape(-1), 0, []
         for offsets, shape in boxes(self.span.shape, self.first, self.last):
             end = begin + math.prod(shape)
-            found.append(Box(offsets=offsets, values=flat[begin:end].view(shape)))
+            parts.append(Box(offsets=offsets, values=flat[begin:end].view(shape)))
             begin = end
-        return Piece(shape=self.span.shape, dtype=values.dtype, boxes=found)
+        return Piece(shape=self.span.shape, dtype=values.dtype, boxes=parts)
 
 
 def spans_of(model: nn.Module) -> list[Span]:
@@ -123,12 +123,12 @@ def _all_have_some(cuts: Sequence[int]) -> bool:
 
 def chunks_of(spans: Sequence[Span], start: int, stop: int) -> list[Chunk]:
     """What a server with this range of the sequence holds of each parameter."""
-    found = []
+    chunks = []
     for span in spans:
         first, last = max(start, span.start), min(stop, span.stop)
         if first < last:
-            found.append(Chunk(span=span, first=first - span.start, last=last - span.start, offset=first - start))
-    return found
+            chunks.append(Chunk(span=span, first=first - span.start, last=last - span.start, offset=first - start))
+    return chunks
 
 
 def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

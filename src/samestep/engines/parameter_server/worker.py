@@ -79,7 +79,9 @@ class Worker(ParameterServerMember):
         self, batch: StepBatch, totals: Tensor, gradients: Iterable[Tensor | None]
     ) -> tuple[float, float]:
         """The factor from sum / global samples to the clipped mean over this worker's terms, and the mean's norm."""
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients if each is not None]
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients if gradient is not None
+        ]
         to_mean = batch.global_samples / max(1.0, totals[1].item())
         norm = (torch.stack(norms).norm().item() if norms else 0.0) * to_mean
         clipped = 1.0 if self._clip is None else min(1.0, self._clip / (norm + 1e-6))

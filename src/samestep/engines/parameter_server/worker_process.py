@@ -203,7 +203,7 @@ class WorkerProcess:
                 raise UserError(answer.mistake)
             raise ProcessDiedError(f"its step raised\n{answer.reason.rstrip()}\n")
         self.seconds += answer.seconds
-        gradients = {name: each if name in answer.used else None for name, each in self._gradients.items()}
+        gradients = {name: gradient if name in answer.used else None for name, gradient in self._gradients.items()}
         return torch.tensor(answer.totals, dtype=torch.float64), gradients
 
     def close(self) -> None:
