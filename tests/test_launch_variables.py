@@ -71,7 +71,7 @@ def test_what_goes_is_what_a_training_reads() -> None:
     found = gather(here)
     assert set(found.values) == {"NCCL_DEBUG", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING"}
     assert set(found.kept_back) == set(SECRETS)
-    asked = gather(here, asked=["HF_TOKEN", "HOME"])
+    asked = gather(here, passed=["HF_TOKEN", "HOME"])
     assert asked.values["HF_TOKEN"] == "s3cret"
     assert asked.values["HOME"] == "/root"
     assert "HF_TOKEN" not in asked.kept_back
@@ -89,8 +89,8 @@ def test_a_variable_is_sent_by_its_name_and_not_by_its_beginning() -> None:
     found = gather(here)
     assert found.values == {"FI_PROVIDER": "efa", "UCX_TLS": "tcp"}
     assert found.unknown == tuple(sorted(strange))
-    assert gather(here, asked=["NCCL_LICENSE"]).values["NCCL_LICENSE"] == "s3cret"
-    assert "NCCL_LICENSE" not in gather(here, asked=["NCCL_LICENSE"]).unknown
+    assert gather(here, passed=["NCCL_LICENSE"]).values["NCCL_LICENSE"] == "s3cret"
+    assert "NCCL_LICENSE" not in gather(here, passed=["NCCL_LICENSE"]).unknown
 
 
 def test_the_names_are_no_secrets_and_no_processs_own() -> None:

@@ -125,7 +125,7 @@ def test_a_fault_has_its_rounds_layout_though_the_ranks_said_nothing_and_fewer_g
 ) -> None:
     known = [JobInfo(hang_limit=None, grace_period=0.0, layout="dp3", run_folder=str(run))]
     host: Any = OneHost()
-    rounds = NodeRounds(host, tmp_path / "agent", tmp_path / "memory", None, known=lambda: known[-1])
+    rounds = NodeRounds(host, tmp_path / "agent", tmp_path / "memory", None, job_info=lambda: known[-1])
     host.meet(0)
     rounds.begin([0, 1, 2])
     known.append(replace(known[0], layout="dp2"))  # one rank is lost for good

@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     from samestep.verification.matrix import layouts_of
 
     layouts = None if options.layouts is None else layouts_of(options.layouts)
-    found = check_layouts(loaded.job, layouts)
-    output_files.write_json(options.json, found.to_json())
-    print_checked(found)
-    return 0 if found.passed else 1
+    checked = check_layouts(loaded.job, layouts)
+    output_files.write_json(options.json, checked.to_json())
+    print_checked(checked)
+    return 0 if checked.passed else 1

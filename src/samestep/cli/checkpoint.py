@@ -45,9 +45,9 @@ def _list(options: argparse.Namespace) -> int:
     from samestep.checkpoint.inspect import listed
     from samestep.display.checkpoints import print_listed
 
-    found = listed(options.folder)
-    print_listed(found, options.best, lowest=options.lowest)
-    output_files.write_json(options.json, [each.to_json() for each in found])
+    checkpoints = listed(options.folder)
+    print_listed(checkpoints, options.best, lowest=options.lowest)
+    output_files.write_json(options.json, [checkpoint.to_json() for checkpoint in checkpoints])
     return 0
 
 
@@ -83,10 +83,12 @@ def _verify(options: argparse.Namespace) -> int:
     from samestep.convert.formats import verified
     from samestep.display.checkpoints import print_verified
 
-    found = verified(options.folder)
-    print_verified(found)
-    output_files.write_json(options.json, [{"path": str(path), **each.to_json()} for path, each in found.items()])
-    return 0 if all(each.fault is None for each in found.values()) else 1
+    results = verified(options.folder)
+    print_verified(results)
+    output_files.write_json(
+        options.json, [{"path": str(path), **result.to_json()} for path, result in results.items()]
+    )
+    return 0 if all(result.fault is None for result in results.values()) else 1
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:

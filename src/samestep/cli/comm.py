@@ -75,13 +75,13 @@ def _measure(options: argparse.Namespace) -> int:
     from samestep.comm_bench.run import measured
 
     check_file(options.plot)
-    asked = CommRequest(sizes=sizes, device=options.device, seconds=options.seconds)
+    request = CommRequest(sizes=sizes, device=options.device, seconds=options.seconds)
     if options.collectives is not None:
         names = check_collectives([name.strip() for name in options.collectives.split(",")])
-        asked = CommRequest(sizes=sizes, device=options.device, seconds=options.seconds, collectives=names)
+        request = CommRequest(sizes=sizes, device=options.device, seconds=options.seconds, collectives=names)
     processes = processes_of(options.processes, options.device)
-    check_sizes(asked, processes)
-    report = measured(asked, processes)
+    check_sizes(request, processes)
+    report = measured(request, processes)
     if report is None:
         return 0  # only rank 0 prints
     output_files.write_json(options.json, report.to_json())
@@ -102,8 +102,8 @@ def _demo(options: argparse.Namespace) -> int:
     transport = check_transport(options.transport)
     processes = processes_of(options.processes, options.device)
     shown = demonstrated(names, options.device, processes, transport)
-    for each in shown or ():
-        print_demonstration(each)
+    for demonstration in shown or ():
+        print_demonstration(demonstration)
     return 0
 
 
@@ -116,9 +116,9 @@ def _support(options: argparse.Namespace) -> int:
     from samestep.comm_bench.request import processes_of
     from samestep.comm_bench.support import supported
 
-    wanted = options.processes if options.processes is not None or environment.ranks() is not None else 2
-    found = supported(options.device, processes_of(wanted, options.device), limit=options.time_limit)
-    if found is not None:
-        output_files.write_json(options.json, found.to_json())
-        print_support(found)
+    processes = options.processes if options.processes is not None or environment.ranks() is not None else 2
+    support = supported(options.device, processes_of(processes, options.device), limit=options.time_limit)
+    if support is not None:
+        output_files.write_json(options.json, support.to_json())
+        print_support(support)
     return 0

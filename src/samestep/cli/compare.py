@@ -41,15 +41,15 @@ def run(options: argparse.Namespace) -> int:
     from samestep.comparison.compare import compare_job
     from samestep.comparison.terminal import print_comparison
 
-    found = compare_job(
+    comparison = compare_job(
         loaded.job,
         methods=options.methods.split(",") if options.methods is not None else None,
         repeats=options.repeats,
         evaluations=6 if options.report is not None else 1,
         time_limit=options.time_limit,
     )
-    output_files.write_json(options.json, found.to_json())
+    output_files.write_json(options.json, comparison.to_json())
     if options.report is not None:
-        found.save_report(options.report)
-    print_comparison(found)
-    return 0 if found.passed else 1
+        comparison.save_report(options.report)
+    print_comparison(comparison)
+    return 0 if comparison.passed else 1

@@ -38,22 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     output_files.check(options, "json")
     if options.run_folder is not None:
-        given = [name for name in _OF_THE_MACHINE if getattr(options, name) is not None]
-        if given:
-            flag = "--" + given[0].replace("_", "-")
+        names = [name for name in _OF_THE_MACHINE if getattr(options, name) is not None]
+        if names:
+            flag = "--" + names[0].replace("_", "-")
             raise UserError(f"{flag} is for the machine, and a run's folder is read alone; leave one of them out")
 
         from samestep.doctor.run import read
 
         findings, title = list(read(options.run_folder)), f"the run in {options.run_folder}"
     else:
-        asked, limit = _asked(options), _LIMIT if options.time_limit is None else options.time_limit
+        request, limit = _asked(options), _LIMIT if options.time_limit is None else options.time_limit
         if environment.ranks() is not None:
             raise UserError("the doctor starts its own processes; start it without a launcher")
 
         from samestep.doctor.examine import examine
 
-        findings, title = list(examine(asked, limit=limit)), "this machine"
+        findings, title = list(examine(request, limit=limit)), "this machine"
 
     from samestep.doctor.findings import print_findings
 

@@ -21,16 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     output_files.check(options, "json")
-    found = launch_options.cluster_from(launch_options.hosts_from(options), options.device)
+    found_cluster = launch_options.cluster_from(launch_options.hosts_from(options), options.device)
 
     from samestep.display.hosts import hosts_shown, print_hosts
     from samestep.launch.affinity import bindings, check_choice, in_words, this_machine
 
     check_choice(options.bind)
-    here = found.cluster.this
-    ranks = 0 if here is None else found.cluster.hosts[here].slots
-    cores = [in_words(each) for each in bindings(this_machine(), ranks, options.bind)] if ranks else []
-    shown = hosts_shown(found, options.layout, cores)
+    here = found_cluster.cluster.this
+    ranks = 0 if here is None else found_cluster.cluster.hosts[here].slots
+    cores = [in_words(binding) for binding in bindings(this_machine(), ranks, options.bind)] if ranks else []
+    shown = hosts_shown(found_cluster, options.layout, cores)
     if not job_options.is_main():
         return 0  # of many processes that a launcher has started, rank 0 alone prints
     output_files.write_json(options.json, shown.to_json())

@@ -26,16 +26,16 @@ def overrides(environ: Mapping[str, str], flags: Mapping[str, str]) -> list[tupl
     keys), or a key of the recipe or its optimizer alone (seed, lr); dashes and underscores are the same. Raises
     UserError for any other name.
     """
-    found: dict[str, tuple[str, str, str]] = {}
+    values: dict[str, tuple[str, str, str]] = {}
     names = _names(flags)
     for name, value in _given(environ).items():
         if name.startswith(_THEIRS):
             continue
         key = _key(name, names)
-        if key in found:
-            raise UserError(f"{found[key][2]} and hyperparameter {name} both set {key}; keep one of them")
-        found[key] = (key, value if isinstance(value, str) else json.dumps(value), f"hyperparameter {name}")
-    return list(found.values())
+        if key in values:
+            raise UserError(f"{values[key][2]} and hyperparameter {name} both set {key}; keep one of them")
+        values[key] = (key, value if isinstance(value, str) else json.dumps(value), f"hyperparameter {name}")
+    return list(values.values())
 
 
 def without(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -43,8 +43,8 @@ def without(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
     With a -- in the command line nothing is removed: what follows it is another program's command.
     """
-    given = Variables(environ).json("SM_USER_ARGS", list, 'a list such as ["--lr","1e-3"]') or []
-    words = [str(word) for word in given]
+    user_args = Variables(environ).json("SM_USER_ARGS", list, 'a list such as ["--lr","1e-3"]') or []
+    words = [str(word) for word in user_args]
     if words and "--" not in arguments and list(arguments[-len(words) :]) == words:
         return list(arguments[: -len(words)])
     return list(arguments)

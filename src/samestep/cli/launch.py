@@ -40,8 +40,8 @@ def _launch(options: argparse.Namespace) -> int:
         return _manifest(options, command)
     if options.image is not None:
         raise UserError("--image goes with --k8s")
-    wanted = launch_options.request_from(options, command)
-    return launch_options.launch(options, launch_options.found_from(wanted), wanted)
+    request = launch_options.request_from(options, command)
+    return launch_options.launch(options, launch_options.found_from(request), request)
 
 
 def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
@@ -53,17 +53,17 @@ def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
         raise UserError("--k8s needs --image, the image of the pods' containers")
     if named := [flag for flag in launch_options.named_hosts(options) if flag not in ("--num-nodes", "--num-procs")]:
         raise UserError(f"--k8s names no hosts, which Kubernetes chooses; leave {' and '.join(named)} out")
-    wanted = launch_options.request_from(options, command)
-    launch_options.check(wanted)
-    check_size(wanted)
-    fewest, most = wanted.nodes or (wanted.hosts.num_nodes or 1,) * 2
+    request = launch_options.request_from(options, command)
+    launch_options.check(request)
+    check_size(request)
+    fewest, most = request.nodes or (request.hosts.num_nodes or 1,) * 2
     wish = PyTorchJobSpec(
-        name=wanted.job_id or "samestep",
+        name=request.job_id or "samestep",
         image=options.image,
         fewest=fewest,
         most=most,
-        num_procs=wanted.hosts.num_procs,
-        device=wanted.ranks.device,
+        num_procs=request.hosts.num_procs,
+        device=request.ranks.device,
         command=("samestep", "launch", *launch_options.words_in_a_pod(options), "--", *command),
     )
     sys.stdout.write(manifest(wish))

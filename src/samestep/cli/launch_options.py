@@ -43,11 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
     start = parser.add_argument_group("start", "over SSH, or by the same command on each host")
     for owner in (LaunchRequest, LaunchTimeouts, LaunchOptions):
         _add_options(start, options_of(owner))
-    ranks = [each for each in options_of(RankOptions) if each.name not in without]
+    ranks = [option for option in options_of(RankOptions) if option.name not in without]
     _add_options(parser.add_argument_group("ranks"), ranks)
-    given = parser.add_argument_group("variables", "of NCCL, Python, samestep, ... go to every host; secrets stay")
-    given.add_argument("--pass", dest="passed", action="append", default=[], metavar="NAME", help="this one goes too")
-    given.add_argument("--print-variables", action="store_true", help="print what goes to every host, and stop")
+    group = parser.add_argument_group("variables", "of NCCL, Python, samestep, ... go to every host; secrets stay")
+    group.add_argument("--pass", dest="passed", action="append", default=[], metavar="NAME", help="this one goes too")
+    group.add_argument("--print-variables", action="store_true", help="print what goes to every host, and stop")
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -58,21 +58,21 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """For a command that has no job, which would say it."""
-    _add_options(parser, [each for each in options_of(RankOptions) if each.name == "device"])
+    _add_options(parser, [option for option in options_of(RankOptions) if option.name == "device"])
 
 
 def _add_options(group: "argparse._ActionsContainer", declared: Sequence[Option]) -> None:
-    for each in declared:
-        if each.help.kind == "flag":
-            group.add_argument(each.flag, action="store_true", help=each.help.text)
+    for option in declared:
+        if option.help.kind == "flag":
+            group.add_argument(option.flag, action="store_true", help=option.help.text)
         else:
             group.add_argument(
-                each.flag,
-                type=_PARSERS.get(each.help.kind, str),
-                default=each.default,
-                choices=each.help.choices,
-                metavar=each.help.metavar,
-                help=each.help.text,
+                option.flag,
+                type=_PARSERS.get(option.help.kind, str),
+                default=option.default,
+                choices=option.help.choices,
+                metavar=option.help.metavar,
+                help=option.help.text,
             )
 
 
@@ -82,7 +82,7 @@ def hosts_from(options: argparse.Namespace) -> HostOptions:
 
 def named_hosts(options: argparse.Namespace) -> list[str]:
     """Return the flags by which the user named or filtered hosts."""
-    return [each.flag for each in options_of(HostOptions) if getattr(options, each.name) is not None]
+    return [option.flag for option in options_of(HostOptions) if getattr(options, option.name) is not None]
 
 
 def cluster_from(hosts: HostOptions, device: "DeviceChoice") -> "FoundCluster":
@@ -93,59 +93,59 @@ def cluster_from(hosts: HostOptions, device: "DeviceChoice") -> "FoundCluster":
     from samestep.launch.filters import apply
 
     environ = environment.snapshot()
-    given = PlaceInputs(environ=environ, hostfile=hosts.hostfile, ray=hosts.ray, device=device)
-    return apply(find(given, hosts.place), hosts, environ, device)
+    inputs = PlaceInputs(environ=environ, hostfile=hosts.hostfile, ray=hosts.ray, device=device)
+    return apply(find(inputs, hosts.place), hosts, environ, device)
 
 
-def found_from(wanted: LaunchRequest) -> "FoundCluster":
+def found_from(request: LaunchRequest) -> "FoundCluster":
     """Find the hosts of a job; with --no-ssh, this host alone. Raises UserError."""
-    hosts = wanted.hosts
-    if wanted.no_ssh and hosts.hostfile is None and hosts.ray is None:
+    hosts = request.hosts
+    if request.no_ssh and hosts.hostfile is None and hosts.ray is None:
         # Each host by itself: how many there are is said, not found, and this is one of them.
         hosts = replace(hosts, place=hosts.place or "this-machine", num_nodes=None)
-    return cluster_from(hosts, wanted.ranks.device)
+    return cluster_from(hosts, request.ranks.device)
 
 
 def request_from(
     options: argparse.Namespace, command: tuple[str, ...], *, run: "RunPlace | None" = None, **of_job: Any
 ) -> LaunchRequest:
     """Build a LaunchRequest from the options; values in `of_job` take precedence. Raises UserError."""
-    given = {**vars(options), **of_job}
-    if given["ray"] is not None and given["remote_python"] is not None:
+    values = {**vars(options), **of_job}
+    if values["ray"] is not None and values["remote_python"] is not None:
         raise UserError("--remote-python is for hosts reached by SSH or srun; on Ray's nodes it is Ray's own Python")
     return LaunchRequest(
         command=command,
         hosts=hosts_from(options),
-        ranks=RankOptions(**values_for(RankOptions, given)),
-        timeouts=LaunchTimeouts(**values_for(LaunchTimeouts, given)),
-        reach=LaunchOptions(**values_for(LaunchOptions, given)),
+        ranks=RankOptions(**values_for(RankOptions, values)),
+        timeouts=LaunchTimeouts(**values_for(LaunchTimeouts, values)),
+        reach=LaunchOptions(**values_for(LaunchOptions, values)),
         run=run,
-        **values_for(LaunchRequest, given),
+        **values_for(LaunchRequest, values),
     )
 
 
-def launch(options: argparse.Namespace, found: "FoundCluster", wanted: LaunchRequest) -> int:
+def launch(options: argparse.Namespace, found_cluster: "FoundCluster", request: LaunchRequest) -> int:
     """Start a command as ranks on the hosts that were found, and see it end. Raises UserError."""
-    check(wanted)
+    check(request)
     variables = variables_from(options)
 
     from samestep.launch.job_secret import of_user
     from samestep.launch.launcher import launch as start
 
-    outcome = start(found, wanted, variables, of_user(wanted.secret_file, options.job_secret))
+    outcome = start(found_cluster, request, variables, of_user(request.secret_file, options.job_secret))
     if outcome.message is not None:
         print(f"samestep: {outcome.message}", file=sys.stderr)
     return outcome.exit_code
 
 
-def check(wanted: LaunchRequest) -> None:
+def check(request: LaunchRequest) -> None:
     """Raise UserError for a wrong engine, binding or time limit, before any host is looked for."""
     from samestep.launch.affinity import check_choice
     from samestep.launch.script_env import registry
 
-    registry.check(wanted.ranks.engine)
-    check_choice(wanted.ranks.bind)
-    wanted.timeouts.check()
+    registry.check(request.ranks.engine)
+    check_choice(request.ranks.bind)
+    request.timeouts.check()
 
 
 def variables_from(options: argparse.Namespace) -> "ForwardedVariables":
@@ -157,7 +157,7 @@ def variables_from(options: argparse.Namespace) -> "ForwardedVariables":
     environ = environment.snapshot()
     check_not_sent(dict.fromkeys(options.passed, "--pass"))
     files = files_of(environment.variables_file(environ), Path.cwd(), environment.home_folder(environ))
-    variables = gather(environ, asked=options.passed, files=files)
+    variables = gather(environ, passed=options.passed, files=files)
     check_not_sent(variables.sources)
     return variables
 

@@ -81,10 +81,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     """Run a command, and turn what went wrong into a message and an exit code."""
     try:
         _check_place()
-        given = sys.argv[1:] if arguments is None else arguments
-        if wrong := next((word for word in given if "\0" in word), None):
+        words_given = sys.argv[1:] if arguments is None else arguments
+        if wrong := next((word for word in words_given if "\0" in word), None):
             raise UserError(f"{wrong[:60]!r} has the character NUL, which no argument can have")
-        words = list(hyperparameters.without(given, environment.snapshot()))
+        words = list(hyperparameters.without(words_given, environment.snapshot()))
         secret = environment.take_job_secret()  # before any process is started
         if not words:  # nothing was asked for: the help, as in git, pip and docker
             _parser().print_help()
@@ -151,10 +151,10 @@ class _Parser(argparse.ArgumentParser):
 
     _words: Sequence[str] = ()
 
-    def parse_known_args(self, *given: Any, **options: Any) -> Any:
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         """Refuse unknown words where the command is known; argparse leaves them to the outermost parser."""
-        self._words = list(given[0] or ()) if given else ()
-        namespace, unknown = super().parse_known_args(*given, **options)
+        self._words = list(arguments[0] or ()) if arguments else ()
+        namespace, unknown = super().parse_known_args(*arguments, **options)
         if unknown:
             option = next((word for word in unknown if word.startswith("-") and word != "--"), None)
             if option is not None:
@@ -174,9 +174,9 @@ class _Parser(argparse.ArgumentParser):
             unknown = [option for option in options if option not in self._option_string_actions]
             if unknown:
                 raise UserError(unknown_option(unknown[0], self, _parser()))
-            known = list(subparsers(self))
-            word = next(word for word in self._words if not word.startswith("-") and word not in known)
-            raise UserError(unknown_command(word, self, known))
+            commands = list(subparsers(self))
+            word = next(word for word in self._words if not word.startswith("-") and word not in commands)
+            raise UserError(unknown_command(word, self, commands))
         raise UserError(f"{message}; `{self.prog} --help` says what there is")
 
 

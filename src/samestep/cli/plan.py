@@ -147,8 +147,8 @@ def _plan(options: argparse.Namespace, job: "PlannedJob", cluster: "ClusterSpec"
     from samestep.progress import phases
 
     with phases.status(lambda: f"searching layouts of {cluster.devices} devices"):
-        found = plan(job, cluster, most=options.top)
-    costs = [cost_of(job, cluster, each.time.seconds, price) for each in found.candidates]
+        cluster_plan = plan(job, cluster, most=options.top)
+    costs = [cost_of(job, cluster, candidate.time.seconds, price) for candidate in cluster_plan.candidates]
     output_files.write_json(
         options.json,
         {
@@ -160,19 +160,19 @@ def _plan(options: argparse.Namespace, job: "PlannedJob", cluster: "ClusterSpec"
             "seq": job.model.seq,
             "adapter": job.model.adapter,
             "precision": job.precision,
-            "tried": found.tried,
-            "too_large": found.too_large,
+            "tried": cluster_plan.tried,
+            "too_large": cluster_plan.too_large,
             "layouts": [
-                {**each.to_json(job, cluster), **cost.to_json()}
-                for each, cost in zip(found.candidates, costs, strict=True)
+                {**candidate.to_json(job, cluster), **cost.to_json()}
+                for candidate, cost in zip(cluster_plan.candidates, costs, strict=True)
             ],
         },
     )
     if options.report is not None:
         from samestep.display.plan_page import page
 
-        output_files.write(options.report, page(found, price))
-    print_plan(found, price)
+        output_files.write(options.report, page(cluster_plan, price))
+    print_plan(cluster_plan, price)
     return 0
 
 

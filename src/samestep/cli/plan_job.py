@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     plan, measured = plan_job(job, machine_of(options, job), say=_say), []
     if options.measure:
         plan, measured = measured_plan(job, plan, most=options.measure, say=lambda text: _say(f"{text}, really"))
-    output_files.write_json(options.json, {**plan.to_json(), "measured": [each.to_json() for each in measured]})
+    output_files.write_json(options.json, {**plan.to_json(), "measured": [row.to_json() for row in measured]})
     if options.report is not None:
         output_files.write(options.report, page(plan, measured, options.job.stem))
     if measured:

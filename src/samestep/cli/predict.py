@@ -49,18 +49,18 @@ def run(options: argparse.Namespace) -> int:
     from samestep.inference import predict_job
 
     # The first one is asked for before the file is opened: a mistake leaves what stands there as it is.
-    found = predict_job(loaded.job, options.checkpoint, options.input, options.new_tokens)
+    predictions = predict_job(loaded.job, options.checkpoint, options.input, options.new_tokens)
     # The first one is asked for before the file is opened: a mistake leaves what stands there as it is.
-    first = list(islice(found, 1))
+    first = list(islice(predictions, 1))
     if options.output is None:
         try:
-            _write(chain(first, found), sys.stdout)
+            _write(chain(first, predictions), sys.stdout)
             sys.stdout.flush()
         except BrokenPipeError:  # who reads has enough, such as `head`; what is left to be flushed goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     with options.output.open("w", encoding="utf-8") as stream:
-        count = _write(chain(first, found), stream)
+        count = _write(chain(first, predictions), stream)
     print(f"{options.output}: {count:,} predictions")
     return 0
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from samestep.synonyms import COMMANDS, meaning_of, plain
 
 
-def unknown_command(word: str, parser: argparse.ArgumentParser, known: Sequence[str]) -> str:
+def unknown_command(word: str, parser: argparse.ArgumentParser, commands: Sequence[str]) -> str:
     """The message for a word in place of a command."""
     hint = COMMANDS.get(word.lower()) if parser.prog == "samestep" else None
-    near = difflib.get_close_matches(word.lower(), known, n=1)
+    near = difflib.get_close_matches(word.lower(), commands, n=1)
     if hint is not None:
         hint = f"samestep {hint} does that; "
     elif near:
         hint = f'did you mean "{near[0]}"? '
-    return f'{parser.prog} has no command "{word}"; {hint or ""}there are {", ".join(known)}'
+    return f'{parser.prog} has no command "{word}"; {hint or ""}there are {", ".join(commands)}'
 
 
 def unknown_option(word: str, parser: argparse.ArgumentParser, root: argparse.ArgumentParser) -> str:
@@ -82,6 +82,6 @@ def subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argumen
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
     """Each command below a parser, with its options."""
-    for each in subparsers(parser).values():
-        yield each.prog, _flags(each)
-        yield from _commands(each)
+    for subparser in subparsers(parser).values():
+        yield subparser.prog, _flags(subparser)
+        yield from _commands(subparser)

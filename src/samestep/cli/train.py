@@ -153,7 +153,7 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
     job = loaded.job
     if environment.ranks() is not None:
         raise UserError("this process is a rank already, which a launcher started: it starts no other hosts")
-    wanted = launch_options.request_from(
+    request = launch_options.request_from(
         options,
         ("-m", "samestep", *launch_options.words_of_others(options.command_line)),
         device=job.run.device,
@@ -163,23 +163,23 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
         grace_period=job.run.grace_period,
         run=None if options.dry_run else RunPlace.of(job),
     )
-    found = launch_options.found_from(wanted)
+    found_cluster = launch_options.found_from(request)
 
     with environment.quiet_import():
         from samestep import door
         from samestep.training.own_folder import check_folder_free
         from samestep.training.result import check_folder
 
-    on_each = wanted.no_ssh or found.on_every_host
-    here = on_each or found.cluster.this is not None
+    on_each = request.no_ssh or found_cluster.on_every_host
+    here = on_each or found_cluster.cluster.this is not None
     if here:
         check_folder(job.run.folder)
-    if here and not on_each and wanted.run is not None:
+    if here and not on_each and request.run is not None:
         # A host that starts its own part may join ranks that hold the folder already.
-        check_folder_free(job, wanted.run.chosen())
-    with environment.as_first_of(*world_of(found, wanted)):
+        check_folder_free(job, request.run.chosen())
+    with environment.as_first_of(*world_of(found_cluster, request)):
         door.check(job, here=here)
-    return launch_options.launch(options, found, wanted)
+    return launch_options.launch(options, found_cluster, request)
 
 
 def _dry_run(job: "Job", file: Path | None) -> int:
@@ -198,7 +198,7 @@ def _rehearse(job: "Job", world_size: int, file: Path | None) -> int:
     from samestep.display.results import print_rehearsals
 
     ranks = rehearse_job(job, world_size)
-    values = {"world_size": world_size, "layout": job.run.layout, "ranks": [each.to_json() for each in ranks]}
+    values = {"world_size": world_size, "layout": job.run.layout, "ranks": [rank.to_json() for rank in ranks]}
     output_files.write_json(file, values)
     print_rehearsals(ranks)
     return 0

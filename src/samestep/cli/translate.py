@@ -36,8 +36,8 @@ def run(options: argparse.Namespace) -> int:
     from samestep.translate.base import GivenSizes
     from samestep.translate.translation import translate
 
-    asked = GivenSizes(processes=options.processes, batch=options.batch)
-    written = translate(options.words, options.from_, options.to, asked)
+    user_sizes = GivenSizes(processes=options.processes, batch=options.batch)
+    written = translate(options.words, options.from_, options.to, user_sizes)
     if options.output is None:
         sys.stdout.write(written.text)
     else:

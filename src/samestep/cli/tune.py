@@ -37,17 +37,17 @@ def run(options: argparse.Namespace) -> int:
     from samestep.tuning.tune import tune_job
 
     names = options.settings.split(",") if options.settings is not None else None
-    found = tune_job(
+    tuned = tune_job(
         loaded.job,
         settings=[name.strip() for name in names if name.strip()] if names is not None else None,
         steps=options.steps,
         repeats=options.repeats,
         time_limit=options.time_limit,
     )
-    output_files.write_json(options.json, found.to_json())
+    output_files.write_json(options.json, tuned.to_json())
     if options.write is not None:
-        kept = {("run", key): "samestep tune" for key in found.run}
-        text = dump(LoadedJob(found.job, options.write, {**loaded.sources, **kept}))
+        kept = {("run", key): "samestep tune" for key in tuned.run}
+        text = dump(LoadedJob(tuned.job, options.write, {**loaded.sources, **kept}))
         output_files.write(options.write, text + "\n")
-    print_tuned(found)
+    print_tuned(tuned)
     return 0

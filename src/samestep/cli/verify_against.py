@@ -45,13 +45,13 @@ def _check_alone(options: argparse.Namespace) -> None:
         )
     if not options.job.is_dir():
         raise UserError(f"{options.job} is no folder; --against compares with a folder of save_pretrained, or a run")
-    given = [name for name in verify_script.OF_JOBS if getattr(options, name) is not None] + ["set"] * bool(
+    names = [name for name in verify_script.OF_JOBS if getattr(options, name) is not None] + ["set"] * bool(
         options.set
     )
     if options.report is not None:
-        given.append("report")
-    if given:
+        names.append("report")
+    if names:
         raise UserError(
-            f"--{given[0].replace('_', '-')} goes with a job file; --against trains nothing, leave it out"
+            f"--{names[0].replace('_', '-')} goes with a job file; --against trains nothing, leave it out"
         )
     verify_script.check_absent(options)

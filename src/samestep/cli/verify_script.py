@@ -32,8 +32,8 @@ OF_JOBS = (
 
 def check_absent(options: argparse.Namespace) -> None:
     """Raise UserError for an option of scripts that is given with a job file."""
-    if given := [name for name in _OWN if getattr(options, name) is not None]:
-        raise UserError(f"--{given[0].replace('_', '-')} goes with --script, a training script of your own")
+    if names := [name for name in _OWN if getattr(options, name) is not None]:
+        raise UserError(f"--{names[0].replace('_', '-')} goes with --script, a training script of your own")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def _check_job_absent(options: argparse.Namespace) -> None:
     """Raise UserError for a job file, and for options that only jobs have."""
     if options.job is not None:
         raise UserError(f"{options.job} is a job file, and --script names a script; leave one of them out")
-    if given := [name for name in OF_JOBS if getattr(options, name) is not None] + ["set"] * bool(options.set):
-        raise UserError(f"--{given[0].replace('_', '-')} goes with a job file; a script has its own arguments")
+    if names := [name for name in OF_JOBS if getattr(options, name) is not None] + ["set"] * bool(options.set):
+        raise UserError(f"--{names[0].replace('_', '-')} goes with a job file; a script has its own arguments")
     if options.bits:
         raise UserError("--bits is for run.reduction: ordered of a job file, which a script has not; leave it out")

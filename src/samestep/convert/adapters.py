@@ -49,13 +49,13 @@ def open_(path: Path) -> Iterator[Weights]:
         names = {name.removeprefix(PREFIX): name for name in weights.entries}
         yield replace(
             weights,
-            entries={name: weights.entries[known] for name, known in names.items()},
+            entries={name: weights.entries[own_name] for name, own_name in names.items()},
             read=lambda name: weights.read(names[name]),
             base=Base(left_out=(), fingerprint="", adapter=config),
         )
 
 
-def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
+def write(into: Path, _: str, weights: Weights, options: OutputOptions) -> None:
     """Write the adapters, and what is trained whole with them. Raises CheckpointError where there are none."""
     base = weights.base
     if base is None or not base.adapter:
@@ -71,14 +71,14 @@ def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
 
 def _names(weights: Weights, base: Base) -> dict[str, str]:
     """Map PEFT's names of the adapters' tensors to the names of the weights."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     whole = _modules_to_save(base.adapter)
     for name in weights.entries:
         theirs = without_adapter_name(name, base.adapter_name)
         of_adapter = any(f".{half}." in theirs for half in (DOWN, UP)) or ".lora_" in theirs
-        if of_adapter or any(theirs.startswith(f"{each}.") or f".{each}." in theirs for each in whole):
-            found[PREFIX + theirs] = name
-    return found
+        if of_adapter or any(theirs.startswith(f"{layer}.") or f".{layer}." in theirs for layer in whole):
+            names[PREFIX + theirs] = name
+    return names
 
 
 def without_adapter_name(name: str, adapter: str) -> str:
@@ -106,25 +106,25 @@ def merged(weights: Weights, model: nn.Module) -> Weights:
     """
     layers = adapted_layers(model)
     state = model.state_dict()
-    known = weights.names()
+    names = weights.names()
     tied = _tied(model)
     if not layers:
         raise CheckpointError(
             "--merge: the job's model has no adapters to merge; use the job that trained them, or no --merge"
         )
-    _check(layers, known, tied)
-    for name in known:
+    _check(layers, names, tied)
+    for name in names:
         if name not in state:
             raise CheckpointError(f"--merge: the weights hold {name}, and the job's model has none")
     adapter = weights.base.adapter_name if weights.base is not None else ""
 
     def held(name: str) -> Tensor:
-        return weights.read(known[name]) if name in known else state[name].detach().cpu()
+        return weights.read(names[name]) if name in names else state[name].detach().cpu()
 
     reads: dict[str, Callable[[], Tensor]] = {}
     entries: dict[str, Entry] = {}
     for name, value in state.items():
-        layer = next((each for each in layers if name.startswith(f"{each}.")), None)
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if layer is not None and name[len(layer) + 1 :].startswith("lora_"):
             continue
         if name in tied or ".original_module." in name:  # PEFT keeps the original module along with its trained copy
@@ -134,7 +134,7 @@ def merged(weights: Weights, model: nn.Module) -> Weights:
             reads[plain] = _MergedWeight(name, layer, layers[layer], model, held)
         else:
             reads[plain] = lambda name=name: held(name)
-        dtype = weights.entries[known[name]].dtype if name in known else value.dtype
+        dtype = weights.entries[names[name]].dtype if name in names else value.dtype
         entries[plain] = Entry(shape=value.shape, dtype=dtype)
     plain_tied = {
         _plain_name(other, None, layers, adapter): _plain_name(name, None, layers, adapter)
@@ -169,7 +169,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
     return {name: names[id(parameter)] for name, parameter in every_name if names[id(parameter)] != name}
 
 
-def _check(layers: Mapping[str, Adapted], known: Mapping[str, str], tied: Mapping[str, str]) -> None:
+def _check(layers: Mapping[str, Adapted], names: Mapping[str, str], tied: Mapping[str, str]) -> None:
     """Raise CheckpointError where an adapter is missing, or its layer shares its weight with another module."""
     for layer, parts in layers.items():
         weight = ".".join(filter(None, (layer, parts.base, "weight")))
@@ -180,7 +180,7 @@ def _check(layers: Mapping[str, Adapted], known: Mapping[str, str], tied: Mappin
             )
         for update in parts.updates:
             for half in (update.down, update.up):
-                if f"{layer}.{half}.weight" not in known:
+                if f"{layer}.{half}.weight" not in names:
                     raise CheckpointError(
                         f"--merge: the weights have no {layer}.{half}.weight, and the job's model has; use the job "
                         "that trained these adapters"

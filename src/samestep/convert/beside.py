@@ -64,15 +64,15 @@ class Beside:
         return self.departure is None
 
     def to_json(self) -> dict[str, Any]:
-        found = self.departure
+        departure = self.departure
         return {
             "same_model": self.same,
             "trained": str(self.trained),
             "exported": str(self.exported),
-            "kind": found.kind if found is not None else None,
-            "module": found.module if found is not None else None,
-            "relative": found.relative if found is not None else None,
-            "reason": found.reason if found is not None else None,
+            "kind": departure.kind if departure is not None else None,
+            "module": departure.module if departure is not None else None,
+            "relative": departure.relative if departure is not None else None,
+            "reason": departure.reason if departure is not None else None,
             "logits": self.logits,
             "modules": self.modules,
             "notes": list(self.notes),
@@ -81,27 +81,27 @@ class Beside:
 
 def compare(trained: Path, exported: Path) -> Beside:
     """Compare two folders' models on the same inputs. Raises UserError where one can't be built or called."""
-    with published(trained) as known, published(exported) as other, torch.no_grad():
-        return _compared(known, other)
+    with published(trained) as trained_model, published(exported) as exported_model, torch.no_grad():
+        return _compared(trained_model, exported_model)
 
 
-def _compared(known: Published, other: Published) -> Beside:
+def _compared(trained: Published, other: Published) -> Beside:
     notes: list[str] = []
-    departure = _other_class(known, other) or _missing(other) or _not_merged(known, other)
+    departure = _other_class(trained, other) or _missing(other) or _not_merged(trained, other)
     logits, modules = None, 0
     if departure is None:
-        inputs = _inputs(known)
-        exact = _results(_call(known, inputs))
-        notes += _rounded(known, other)
-        expected, results = _outputs(known, inputs)
+        inputs = _inputs(trained)
+        exact = _results(_call(trained, inputs))
+        notes += _rounded(trained, other)
+        expected, results = _outputs(trained, inputs)
         got, other_results = _outputs(other, inputs)
         logits, modules = _apart(results, other_results), len(expected)
-        departure = _first(expected, got, known, other) or _of_results(logits, known, other)
+        departure = _first(expected, got, trained, other) or _of_results(logits, trained, other)
         if departure is None and notes:
             notes.append(f"by that rounding the results move by {_apart(exact, results):.2g}")
-    departure = departure or _tokenized(known, other) or _templated(known, other)
+    departure = departure or _tokenized(trained, other) or _templated(trained, other)
     return Beside(
-        trained=known.folder,
+        trained=trained.folder,
         exported=other.folder,
         departure=departure,
         logits=logits,
@@ -110,8 +110,8 @@ def _compared(known: Published, other: Published) -> Beside:
     )
 
 
-def _other_class(known: Published, other: Published) -> Departure | None:
-    ours, theirs = type(known.model).__name__, type(other.model).__name__
+def _other_class(trained: Published, other: Published) -> Departure | None:
+    ours, theirs = type(trained.model).__name__, type(other.model).__name__
     if ours == theirs:
         return None
     return Departure(
@@ -136,18 +136,18 @@ def _missing(other: Published) -> Departure | None:
     )
 
 
-def _not_merged(known: Published, other: Published) -> Departure | None:
+def _not_merged(trained: Published, other: Published) -> Departure | None:
     """Adapters that the export left out: its weights are the base's, where the adapters change them."""
-    if known.base is None:
+    if trained.base is None:
         return None
     theirs = other.model.state_dict()
     changed = [
         name
-        for name, value in known.model.state_dict().items()
-        if name in known.base and name in theirs and not torch.equal(_as_stored(value, name, other), theirs[name])
+        for name, value in trained.model.state_dict().items()
+        if name in trained.base and name in theirs and not torch.equal(_as_stored(value, name, other), theirs[name])
     ]
-    left = [name for name in changed if torch.equal(_as_stored(known.base[name], name, other), theirs[name])]
-    left = [name for name in left if not torch.equal(known.base[name], known.model.state_dict()[name])]
+    left = [name for name in changed if torch.equal(_as_stored(trained.base[name], name, other), theirs[name])]
+    left = [name for name in left if not torch.equal(trained.base[name], trained.model.state_dict()[name])]
     if not left:
         return None
     return Departure(
@@ -166,11 +166,11 @@ def _as_stored(value: Tensor, name: str, other: Published) -> Tensor:
     return value.to(dtype).to(value.dtype)
 
 
-def _rounded(known: Published, other: Published) -> list[str]:
+def _rounded(trained: Published, other: Published) -> list[str]:
     """Round the trained weights to the types in the exported files; what was done."""
     count: dict[tuple[torch.dtype, torch.dtype], int] = {}
-    for name, value in known.model.state_dict().items():
-        before, after = known.dtype_of(name), other.dtype_of(name)
+    for name, value in trained.model.state_dict().items():
+        before, after = trained.dtype_of(name), other.dtype_of(name)
         if before is None or after is None or before == after or not value.is_floating_point():
             continue
         if after.is_floating_point and torch.finfo(after).eps > torch.finfo(before).eps:
@@ -186,22 +186,22 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _inputs(known: Published) -> dict[str, Tensor]:
+def _inputs(trained: Published) -> dict[str, Tensor]:
     """The same random inputs for both models. Raises UserError for a model that takes neither tokens nor images."""
-    config, generator = known.config.get_text_config(), torch.Generator().manual_seed(0)
-    wanted = getattr(known.model, "main_input_name", None)
-    if wanted == "pixel_values" and isinstance(getattr(known.config, "image_size", None), int):
-        size, channels = known.config.image_size, getattr(known.config, "num_channels", 3)
+    config, generator = trained.config.get_text_config(), torch.Generator().manual_seed(0)
+    main_input = getattr(trained.model, "main_input_name", None)
+    if main_input == "pixel_values" and isinstance(getattr(trained.config, "image_size", None), int):
+        size, channels = trained.config.image_size, getattr(trained.config, "num_channels", 3)
         return {"pixel_values": torch.randn(_ROWS, channels, size, size, generator=generator)}
-    if wanted != "input_ids" or not isinstance(getattr(config, "vocab_size", None), int):
+    if main_input != "input_ids" or not isinstance(getattr(config, "vocab_size", None), int):
         raise UserError(
-            f"{known.folder}: {type(known.model).__name__} takes {wanted}, and verify --against makes token ids and "
-            "images only; compare such a model by a script of its own"
+            f"{trained.folder}: {type(trained.model).__name__} takes {main_input}, and verify --against makes token "
+            "ids and images only; compare such a model by a script of its own"
         )
-    most = positions(known.model) or getattr(config, "max_position_embeddings", None) or _LENGTH
+    most = positions(trained.model) or getattr(config, "max_position_embeddings", None) or _LENGTH
     length = min(_LENGTH, most)
     tokens = torch.randint(config.vocab_size, (_ROWS, length), generator=generator)
-    if getattr(known.config, "is_encoder_decoder", False):
+    if getattr(trained.config, "is_encoder_decoder", False):
         return {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)}
     return {"input_ids": tokens}
 
@@ -266,47 +266,51 @@ def _apart(expected: Tensor, got: Tensor) -> float:
 
 
 def _first(
-    expected: list[tuple[str, Tensor]], got: list[tuple[str, Tensor]], known: Published, other: Published
+    expected: list[tuple[str, Tensor]], got: list[tuple[str, Tensor]], trained: Published, other: Published
 ) -> Departure | None:
     """The first module whose output departs by more than rounding, and what of it is another."""
-    limit = _tolerance(known, other)
+    limit = _tolerance(trained, other)
     for (name, value), (other_name, other_value) in zip(expected, got, strict=False):
         relative = _apart(value, other_value) if name == other_name else float("inf")
         if relative <= limit:
             continue
-        return Departure(kind="forward-differs", module=name, relative=relative, reason=_reason(name, known, other))
+        return Departure(kind="forward-differs", module=name, relative=relative, reason=_reason(name, trained, other))
     if len(expected) != len(got):
         reason = f"the exported model calls {len(got)} modules, the trained {len(expected)}"
         return Departure(kind="forward-differs", module=None, relative=None, reason=reason)
     return None
 
 
-def _of_results(apart: float, known: Published, other: Published) -> Departure | None:
+def _of_results(apart: float, trained: Published, other: Published) -> Departure | None:
     """Results that depart though no module's output does, as by a factor that the model's own forward applies."""
-    if apart <= _tolerance(known, other):
+    if apart <= _tolerance(trained, other):
         return None
-    settings = _other_settings(known.config.to_dict(), other.config.to_dict())
+    settings = _other_settings(trained.config.to_dict(), other.config.to_dict())
     reason = "; ".join(settings[:4]) or "the results differ, and no module's output"
     return Departure(kind="forward-differs", module=None, relative=apart, reason=reason)
 
 
-def _tolerance(known: Published, other: Published) -> float:
+def _tolerance(trained: Published, other: Published) -> float:
     """What counts as rounding. A merge in a type of few bits may round a weight to the number beside."""
-    coarse = max((torch.finfo(each).eps for each in other.dtypes.values() if each.is_floating_point), default=0.0)
-    return max(TOLERANCE, 2 * coarse if known.base is not None and coarse > 1e-6 else 0.0)
+    coarse = max((torch.finfo(dtype).eps for dtype in other.dtypes.values() if dtype.is_floating_point), default=0.0)
+    return max(TOLERANCE, 2 * coarse if trained.base is not None and coarse > 1e-6 else 0.0)
 
 
-def _reason(name: str, known: Published, other: Published) -> str:
+def _reason(name: str, trained: Published, other: Published) -> str:
     """What is another one in the module that departs first: weights, the configuration, or else its buffers."""
-    ours, theirs = (side.model.get_submodule(name) for side in (known, other))
+    ours, theirs = (side.model.get_submodule(name) for side in (trained, other))
     reasons = _other_tensors(name, dict(ours.named_parameters()), dict(theirs.named_parameters()))
-    reasons += _other_settings(known.config.to_dict(), other.config.to_dict())
+    reasons += _other_settings(trained.config.to_dict(), other.config.to_dict())
     reasons = reasons or _other_tensors(name, dict(ours.named_buffers()), dict(theirs.named_buffers()))
     return "; ".join(reasons[:4]) or "gives other results for equal weights and settings"
 
 
 def _other_tensors(name: str, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    return [f"{name}.{each} {how}" for each, value in ours.items() if (how := _how(value, theirs.get(each)))]
+    return [
+        f"{name}.{tensor_name} {how}"
+        for tensor_name, value in ours.items()
+        if (how := _how(value, theirs.get(tensor_name)))
+    ]
 
 
 def _how(value: Tensor, other: Tensor | None) -> str | None:
@@ -350,14 +354,14 @@ def _other_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: 
     return lines
 
 
-def _tokenized(known: Published, other: Published) -> Departure | None:
+def _tokenized(trained: Published, other: Published) -> Departure | None:
     """A text that the exported tokenizer cuts otherwise."""
-    if known.tokenizer is None:
+    if trained.tokenizer is None:
         return None
     if other.tokenizer is None:
         return Departure(kind="tokenizer", module=None, relative=None, reason="the exported folder has no tokenizer")
     for text in _TEXTS:
-        ours, theirs = list(known.tokenizer(text)["input_ids"]), list(other.tokenizer(text)["input_ids"])
+        ours, theirs = list(trained.tokenizer(text)["input_ids"]), list(other.tokenizer(text)["input_ids"])
         if ours != theirs:
             at = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
             at = min(len(ours), len(theirs)) if at is None else at
@@ -367,16 +371,16 @@ def _tokenized(known: Published, other: Published) -> Departure | None:
     return None
 
 
-def _templated(known: Published, other: Published) -> Departure | None:
+def _templated(trained: Published, other: Published) -> Departure | None:
     """A chat that the exported template writes otherwise."""
-    ours, theirs = (getattr(side.tokenizer, "chat_template", None) for side in (known, other))
+    ours, theirs = (getattr(side.tokenizer, "chat_template", None) for side in (trained, other))
     if ours is None and theirs is None:
         return None
     if ours is None or theirs is None:
         has, lacks = ("trained", "exported") if theirs is None else ("exported", "trained")
         reason = f"the {has} model has a chat template, the {lacks} has none"
         return Departure(kind="chat-template", module=None, relative=None, reason=reason)
-    texts = [_chat(side.tokenizer) for side in (known, other)]
+    texts = [_chat(side.tokenizer) for side in (trained, other)]
     if texts[0] == texts[1]:
         return None
     at = next((at for at, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), min(map(len, texts)))

@@ -76,10 +76,10 @@ def convert(
     from_ = from_ or format_of(source)
     form = _known("--from", from_)
     to = to or _format_of_name(target)
-    wanted = _known("--to", to)
+    target_format = _known("--to", to)
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype is {dtype}; use {', '.join(DTYPES)}")
-    asked = OutputOptions(shard_bytes=_bytes(shard_size), pretrained=lambda weights: _pretrained(weights, job))
+    options = OutputOptions(shard_bytes=_bytes(shard_size), pretrained=lambda weights: _pretrained(weights, job))
     _check_free(target)
     with form.open(source) as weights:
         if not weights.entries:
@@ -88,15 +88,15 @@ def convert(
         if merge:
             with phases.phase("building the model into which adapters are merged"):
                 weights = _merged(weights, recipe)
-        elif weights.base is not None and wanted.holds == "whole":
-            others = [name for name, each in FORMATS.items() if each.holds != "whole"]
+        elif weights.base is not None and target_format.holds == "whole":
+            others = [name for name, form_ in FORMATS.items() if form_.holds != "whole"]
             raise CheckpointError(
-                f"{source} holds adapters without their base, and {wanted.title} is of a whole model; use --merge, "
-                f"or --to {', '.join(others)}"
+                f"{source} holds adapters without their base, and {target_format.title} is of a whole model; use "
+                f"--merge, or --to {', '.join(others)}"
             )
         weights = weights if dtype is None else weights.cast(DTYPES[dtype])
         with Bar(f"write {target.name}", len(weights.entries), unit="tensor") as bar:
-            _write(wanted, target, weights.watched(_Reading(bar)), asked)
+            _write(target_format, target, weights.watched(_Reading(bar)), options)
         return Converted(
             source=source,
             target=target,
@@ -146,9 +146,9 @@ class _Reading:
 
 def _format_of_name(target: Path) -> str:
     """Return the format that the name of a new path selects. Raises UserError if there is none, or several."""
-    found = [name for name, form in FORMATS.items() if form.fits(target)]
-    if len(found) == 1:
-        return found[0]
+    fitting = [name for name, form in FORMATS.items() if form.fits(target)]
+    if len(fitting) == 1:
+        return fitting[0]
     folders = ", ".join(name for name, form in FORMATS.items() if form.is_folder)
     raise UserError(f"{target} doesn't say what is to be written; --to does: {folders} for a folder, {_files()}")
 
@@ -182,10 +182,10 @@ def _pretrained(weights: Weights, job: Job | None) -> Pretrained | None:
     recipe = job.recipe if job is not None else _recipe_of(weights)
     if recipe is None:
         return None
-    found = resolve(recipe).pretrained()
-    if found is None:
+    pretrained = resolve(recipe).pretrained()
+    if pretrained is None:
         raise UserError(f"the model of task {recipe.task} is none of transformers', so it has no Hugging Face folder")
-    return found
+    return pretrained
 
 
 def _merged(weights: Weights, recipe: Recipe | None) -> Weights:
@@ -228,13 +228,13 @@ def _check_free(target: Path) -> None:
         raise UserError(f"{target} can't be written: {there} is a file; use another path")
 
 
-def _write(form: Format, target: Path, weights: Weights, asked: OutputOptions) -> None:
+def _write(form: Format, target: Path, weights: Weights, options: OutputOptions) -> None:
     """Write next to the target, and move what was written there when it is whole."""
     into = target.with_name(target.name + _WRITING)
     try:
         _clear(into)
         into.mkdir(parents=True)
-        form.write(into, target.name, weights, asked)
+        form.write(into, target.name, weights, options)
         _place(form, into, target)
     except OSError as error:
         reason = error.strerror or str(error)

@@ -35,13 +35,13 @@ def fits_own(path: Path) -> bool:
 @contextmanager
 def open_own(path: Path) -> Iterator[Weights]:
     """The weights of a checkpoint, or of the newest one of a folder or a run. Raises CheckpointError if damaged."""
-    found = candidates(path)
-    if not found:
+    paths = candidates(path)
+    if not paths:
         raise CheckpointError(f"{path} holds no checkpoint of samestep; use the folder of one, or a run's")
-    info = read_info(found[0])
-    tensors = Tensors(found[0])
-    if fault := fault_in_list(found[0], info.files, files_of(tensors.index)) or fault_of(found[0], info.files):
-        raise CheckpointError(f"checkpoint {found[0]} is damaged: {fault}")
+    info = read_info(paths[0])
+    tensors = Tensors(paths[0])
+    if fault := fault_in_list(paths[0], info.files, files_of(tensors.index)) or fault_of(paths[0], info.files):
+        raise CheckpointError(f"checkpoint {paths[0]} is damaged: {fault}")
     names = [name.removeprefix(MODEL) for name in tensors.entries if name.startswith(MODEL)]
     # Where an average of the weights is kept, that is what is evaluated and exported.
     stored = {name: AVERAGE + name if AVERAGE + name in tensors.entries else MODEL + name for name in names}
@@ -107,8 +107,8 @@ def write_fsdp(into: Path, name: str, weights: Weights, _: OutputOptions) -> Non
     """The folder that Accelerate's `load_state` looks into for a model under FSDP, with every name of each tensor."""
     folder = into if name == _OF_ACCELERATE else into / _OF_ACCELERATE
     names = weights.names()
-    entries = {each: weights.entries[known] for each, known in names.items()}
-    write_model(folder, entries, lambda each: weights.read(names[each]))
+    entries = {key: weights.entries[name] for key, name in names.items()}
+    write_model(folder, entries, lambda key: weights.read(names[key]))
 
 
 def _folder(path: Path) -> Path | None:
@@ -133,5 +133,5 @@ def _keys_of_model(tensors: Tensors) -> dict[str, str]:
 
 def _paths(index: Metadata) -> dict[str, tuple[str, ...]]:
     """Return each key's path in the saved nested state dict, if PyTorch's planner recorded it."""
-    said = index.planner_data if isinstance(index.planner_data, dict) else {}
-    return {str(key): tuple(map(str, path)) for key, path in said.items() if isinstance(path, tuple)}
+    planner_data = index.planner_data if isinstance(index.planner_data, dict) else {}
+    return {str(key): tuple(map(str, path)) for key, path in planner_data.items() if isinstance(path, tuple)}

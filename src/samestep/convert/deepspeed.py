@@ -148,7 +148,7 @@ def open_(path: Path) -> Iterator[Weights]:
     if not optimizers:
         yield weights_of(models[0]["module"])
         return
-    states = [each.get("optimizer_state_dict", {}) for each in optimizers]
+    states = [optimizer.get("optimizer_state_dict", {}) for optimizer in optimizers]
     try:
         yield _put_together(folder, models, states)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -188,26 +188,26 @@ def _folder(path: Path) -> Path | None:
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     """List the ranks' files that match a pattern, by rank. Raises CheckpointError for parts of a sliced model."""
-    found = [(match, file) for file in folder.iterdir() if (match := pattern.fullmatch(file.name))]
-    sliced = [file for match, file in found if int(match[2])] or list(folder.glob(_LAYER))
+    files = [(match, file) for file in folder.iterdir() if (match := pattern.fullmatch(file.name))]
+    sliced = [file for match, file in files if int(match[2])] or list(folder.glob(_LAYER))
     if sliced:
         raise CheckpointError(
             f"{sliced[0]} is part of a model that was sliced by tensor or pipeline parallelism; weights of ZeRO "
             "alone are put together here"
         )
-    found = sorted(found, key=lambda each: int(each[0][1] or 0))
-    for rank, (match, _) in enumerate(found):
+    files = sorted(files, key=lambda numbered: int(numbered[0][1] or 0))
+    for rank, (match, _) in enumerate(files):
         if int(match[1] or 0) != rank:
             raise CheckpointError(
-                f"{folder} lacks the file of rank {rank}, but has {found[-1][1].name}; copy it there"
+                f"{folder} lacks the file of rank {rank}, but has {files[-1][1].name}; copy it there"
             )
-    return [file for _, file in found]
+    return [file for _, file in files]
 
 
 def _check(folder: Path, models: Sequence[Any]) -> None:
     """Raise CheckpointError for what is no checkpoint of DeepSpeed, or of experts."""
     if not models or not all(
-        isinstance(each, Mapping) and isinstance(each.get("module"), Mapping) for each in models
+        isinstance(model, Mapping) and isinstance(model.get("module"), Mapping) for model in models
     ):
         raise CheckpointError(f"{folder} has no module in its *_model_states.pt; use a checkpoint of DeepSpeed")
     if any(models[0].get("num_experts") or ()):
@@ -230,7 +230,7 @@ def _put_together(folder: Path, models: Sequence[Mapping[str, Any]], states: Seq
             readers[name] = Entry(shape=value.shape, dtype=value.dtype), lambda value=value: value
     entries = {name: replace(entry, dtype=_wide(entry.dtype)) for name, (entry, _) in readers.items()}
     shared = models[0].get("shared_params") or {}
-    tied = {name: known for name, known in shared.items() if known in entries and name not in entries}
+    tied = {name: other for name, other in shared.items() if other in entries and name not in entries}
     return Weights(entries=entries, read=lambda name: readers[name][1]().to(entries[name].dtype), tied=tied)
 
 

@@ -104,13 +104,13 @@ def format_of(path: Path) -> str:
     """The format that a path holds. Raises UserError where it is none, or may not be looked at."""
     if not path.exists():
         raise UserError(f"there is no file or folder {path}")
-    found = [name for name, form in FORMATS.items() if form.recognises(path)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UserError(f"{path} could be {' or '.join(found)}; --from says which")
-    known = ", ".join(form.title for form in FORMATS.values())
-    raise UserError(f"{path} is none of these: {known}; --from says which it is meant to be ({', '.join(FORMATS)})")
+    names = [name for name, form in FORMATS.items() if form.recognises(path)]
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise UserError(f"{path} could be {' or '.join(names)}; --from says which")
+    titles = ", ".join(form.title for form in FORMATS.values())
+    raise UserError(f"{path} is none of these: {titles}; --from says which it is meant to be ({', '.join(FORMATS)})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def verified(place: Path) -> dict[Path, Verified]:
 
     Raises CheckpointError if there are none.
     """
-    paths = [each.path for each in listed(place) if each.state != UNFINISHED]
+    paths = [checkpoint.path for checkpoint in listed(place) if checkpoint.state != UNFINISHED]
     sizes = [size for path in paths for size in inspection.sizes_in(path)]
     with Bar("verify", sum(-(-size // AT_ONCE) for size in sizes)) as bar:
         return {path: inspection.verify(path, partial(_advance, bar, path.name)) for path in paths}
@@ -160,9 +160,9 @@ def _advance(bar: Bar, name: str, _: int) -> None:
 
 def inspect(path: Path) -> Contents:
     """Look into a checkpoint of any format, without reading its tensors. Raises UserError for what is none."""
-    if found := candidates(path):  # the newest of them, with the optimizer's state, too
-        info = read_info(found[0])
-        return Contents(path=found[0], format="samestep", tensors=held_in(found[0]), info=info, tied=info.tied)
+    if paths := candidates(path):  # the newest of them, with the optimizer's state, too
+        info = read_info(paths[0])
+        return Contents(path=paths[0], format="samestep", tensors=held_in(paths[0]), info=info, tied=info.tied)
     form = format_of(path)
     with FORMATS[form].open(path) as weights:
         tensors = [held_as("model", name, entry) for name, entry in weights.entries.items()]

@@ -46,9 +46,9 @@ def open_(path: Path) -> Iterator[Weights]:
         yield replace(weights, pretrained_folder=path if (path / _CONFIG).is_file() else None)
 
 
-def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
+def write(into: Path, _: str, weights: Weights, options: OutputOptions) -> None:
     """Write the folder. A tensor is written under one of its names: transformers ties the others to it."""
-    pretrained = asked.pretrained(weights)
+    pretrained = options.pretrained(weights)
     if pretrained is not None:
         names = _names(pretrained, weights)
         try:
@@ -64,7 +64,7 @@ def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
             "use --job JOB.yaml, of the job whose weights these are"
         )
     _say_dtype(into / _CONFIG, weights)
-    safetensors.write_as(into, "model", names, weights, asked.shard_bytes)
+    safetensors.write_as(into, "model", names, weights, options.shard_bytes)
 
 
 def _copy_along(folder: Path, into: Path) -> None:
@@ -80,20 +80,20 @@ def _names(pretrained: Pretrained, weights: Weights) -> dict[str, str]:
 
     Raises CheckpointError unless these are the weights of the model that the configuration describes.
     """
-    known = weights.names()
+    own_names = weights.names()
     chosen: dict[str, str] = {}
-    wanted: set[str] = set()
+    expected: set[str] = set()
     for names, shape in pretrained.tensors():
-        there = next((name for name in names if name in known), None)
+        there = next((name for name in names if name in own_names), None)
         if there is None:
             raise CheckpointError(f"the job's model has {names[0]}, and the weights have no such tensor")
-        found = weights.entries[known[there]].shape
-        if found != shape:
-            raise CheckpointError(f"{there} has shape {list(found)}, and in the job's model {list(shape)}")
-        chosen[names[0]] = known[there]
-        wanted.update(names)
-    for name in known:
-        if name not in wanted:
+        shape_there = weights.entries[own_names[there]].shape
+        if shape_there != shape:
+            raise CheckpointError(f"{there} has shape {list(shape_there)}, and in the job's model {list(shape)}")
+        chosen[names[0]] = own_names[there]
+        expected.update(names)
+    for name in own_names:
+        if name not in expected:
             raise CheckpointError(f"the weights hold {name}, and the job's model has no such tensor")
     return chosen
 

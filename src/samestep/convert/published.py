@@ -39,7 +39,7 @@ class Published:
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """The type of a weight in the files; transformers gives some weights other names there, or stacks them."""
-        usual = Counter(each for each in self.dtypes.values() if each.is_floating_point).most_common(1)
+        usual = Counter(dtype for dtype in self.dtypes.values() if dtype.is_floating_point).most_common(1)
         return self.dtypes.get(name, usual[0][0] if usual else None)
 
 

@@ -45,9 +45,9 @@ def open_(path: Path) -> Iterator[Weights]:
         )
 
 
-def write(into: Path, name: str, weights: Weights, asked: OutputOptions) -> None:
+def write(into: Path, name: str, weights: Weights, options: OutputOptions) -> None:
     """Every name of every tensor: safetensors refuses two names for one, so tied ones are written again."""
-    write_as(into, name.removesuffix(SUFFIX), weights.names(), weights, asked.shard_bytes)
+    write_as(into, name.removesuffix(SUFFIX), weights.names(), weights, options.shard_bytes)
 
 
 def write_as(into: Path, stem: str, names: Mapping[str, str], weights: Weights, shard_bytes: int) -> None:
@@ -58,7 +58,7 @@ def write_as(into: Path, stem: str, names: Mapping[str, str], weights: Weights, 
     from huggingface_hub import split_state_dict_into_shards_factory
 
     split = split_state_dict_into_shards_factory(
-        {name: weights.entries[known] for name, known in names.items()},
+        {name: weights.entries[own_name] for name, own_name in names.items()},
         get_storage_size=bytes_of,
         filename_pattern=stem + "{suffix}" + SUFFIX,
         max_shard_size=shard_bytes,
@@ -105,15 +105,15 @@ def _of_index(path: Path) -> dict[str, Path]:
     """Read each tensor's file. Raises CheckpointError for an invalid index, or one with paths outside its folder."""
     try:
         files = parse_json(text_of(path, missing=f"there is no file {path}"))["weight_map"]
-        found = {str(name): str(file) for name, file in files.items()}
+        file_of = {str(name): str(file) for name, file in files.items()}
     except UserError as error:
         raise CheckpointError(str(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from None
-    for file in found.values():
+    for file in file_of.values():
         if Path(file).name != file:
             raise CheckpointError(f"{path} names the file {file}; use names of files in its folder")
-    return {name: path.parent / file for name, file in found.items()}
+    return {name: path.parent / file for name, file in file_of.items()}
 
 
 def _entry(path: Path, holder: Any, name: str) -> Entry:

@@ -75,7 +75,7 @@ def save_pickle(file: Path, weights: Weights, wrap: Callable[[Mapping[str, Tenso
         mapped = {
             name: _mapped(scratch / str(number), weights.read(name)) for number, name in enumerate(weights.entries)
         }
-        values = {name: mapped[known] for name, known in weights.names().items()}
+        values = {name: mapped[own_name] for name, own_name in weights.names().items()}
         torch.save(wrap(values), file)
     except RuntimeError as error:
         raise as_os_error(error) from None
@@ -136,20 +136,20 @@ def write(into: Path, name: str, weights: Weights, _: OutputOptions) -> None:
 
 def write_ddp(into: Path, name: str, weights: Weights, _: OutputOptions) -> None:
     """Write a state dict as a model in DDP loads it."""
-    save_pickle(into / name, weights, lambda values: {_DDP + each: value for each, value in values.items()})
+    save_pickle(into / name, weights, lambda values: {_DDP + name_: value for name_, value in values.items()})
 
 
 def weights_of(state: Mapping[str, Tensor]) -> Weights:
     """Return the weights in a state dict; names that share one tensor are tied."""
-    known: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     tied: dict[str, str] = {}
     for name, value in state.items():
         # Compare offset and strides too: views of one storage may be different tensors.
         place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
-        if value.numel() and place in known:
-            tied[name] = known[place]
+        if value.numel() and place in first_names:
+            tied[name] = first_names[place]
         else:
-            known[place] = name
+            first_names[place] = name
     entries = {name: Entry(shape=value.shape, dtype=value.dtype) for name, value in state.items() if name not in tied}
     return Weights(entries=entries, read=lambda name: state[name].detach(), tied=tied)
 
@@ -165,9 +165,9 @@ def state_dict_of(path: Path) -> dict[str, Tensor]:
     sections = {name: part for name, part in content.items() if _is_state_dict(part)} if _is_mapping(content) else {}
     if len(sections) == 1:
         return dict(next(iter(sections.values())))
-    found = f"it has {len(sections)} of them: {', '.join(map(str, sections))}" if sections else "it has none"
+    sections_there = f"it has {len(sections)} of them: {', '.join(map(str, sections))}" if sections else "it has none"
     raise CheckpointError(
-        f"{path} should hold the tensors of a model by their names, at the top or in one section; {found}. "
+        f"{path} should hold the tensors of a model by their names, at the top or in one section; {sections_there}. "
         "torch.save(model.state_dict(), file) writes such a file"
     )
 
@@ -197,7 +197,7 @@ def without_ddp(weights: Weights) -> Weights:
         weights,
         entries={name.removeprefix(_DDP): entry for name, entry in weights.entries.items()},
         read=lambda name: weights.read(_DDP + name),
-        tied={name.removeprefix(_DDP): known.removeprefix(_DDP) for name, known in weights.tied.items()},
+        tied={name.removeprefix(_DDP): other.removeprefix(_DDP) for name, other in weights.tied.items()},
     )
 
 
@@ -228,9 +228,9 @@ def open_accelerate(path: Path) -> Iterator[Weights]:
         yield without_ddp(weights) if is_ddp(weights.names()) else weights
 
 
-def write_accelerate(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
+def write_accelerate(into: Path, _: str, weights: Weights, options: OutputOptions) -> None:
     """Files that `accelerate.load_checkpoint_in_model` reads."""
-    safetensors.write(into, "model.safetensors", weights, asked)
+    safetensors.write(into, "model.safetensors", weights, options)
 
 
 def _accelerate_file(path: Path) -> str | None:

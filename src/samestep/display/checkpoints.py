@@ -17,11 +17,11 @@ _MOST_SHOWN = 500  # characters of what a checkpoint says of itself
 
 
 def print_listed(
-    found: Sequence[ListedCheckpoint], best: str | None, *, lowest: bool, console: Console | None = None
+    checkpoints: Sequence[ListedCheckpoint], best: str | None, *, lowest: bool, console: Console | None = None
 ) -> None:
     """A line a checkpoint; the one with the best value of a metric is marked. Raises UserError where none has it."""
     console = console or plain_console(highlight=False)
-    marked = None if best is None else best_in(found, best, lowest=lowest)
+    marked = None if best is None else best_in(checkpoints, best, lowest=lowest)
     columns = [
         *numbers("step", whole=True),
         *numbers("epoch"),
@@ -32,11 +32,11 @@ def print_listed(
         *texts("metrics", least=15),
         *texts("", least=len(COMPLETE)),
     ]
-    rows = [_listed_row(each, is_best=each is marked) for each in found]
-    console.print(table(columns, rows, title=str(found[0].path.parent), lines="none"))
-    for each in found:
-        if each.state not in (COMPLETE, UNFINISHED):
-            console.print(f"{each.path.name}: {each.state}", soft_wrap=True)
+    rows = [_listed_row(checkpoint, is_best=checkpoint is marked) for checkpoint in checkpoints]
+    console.print(table(columns, rows, title=str(checkpoints[0].path.parent), lines="none"))
+    for checkpoint in checkpoints:
+        if checkpoint.state not in (COMPLETE, UNFINISHED):
+            console.print(f"{checkpoint.path.name}: {checkpoint.state}", soft_wrap=True)
 
 
 def _listed_row(listed: ListedCheckpoint, *, is_best: bool) -> list[str]:
@@ -57,18 +57,20 @@ def _listed_row(listed: ListedCheckpoint, *, is_best: bool) -> list[str]:
     ]
 
 
-def best_in(found: Sequence[ListedCheckpoint], metric: str, *, lowest: bool) -> ListedCheckpoint:
+def best_in(checkpoints: Sequence[ListedCheckpoint], metric: str, *, lowest: bool) -> ListedCheckpoint:
     """The checkpoint with the best value of a metric. Raises UserError where none has it."""
-    whole = [each for each in found if each.info is not None and each.state == COMPLETE]
+    whole = [checkpoint for checkpoint in checkpoints if checkpoint.info is not None and checkpoint.state == COMPLETE]
     best = best_of(
-        [FoundCheckpoint(path=each.path, info=each.info) for each in whole if each.info], metric, lowest=lowest
+        [FoundCheckpoint(path=checkpoint.path, info=checkpoint.info) for checkpoint in whole if checkpoint.info],
+        metric,
+        lowest=lowest,
     )
     if best is None:
-        there = dict.fromkeys(name for each in whole if each.info for name in each.info.metrics)
+        there = dict.fromkeys(name for checkpoint in whole if checkpoint.info for name in checkpoint.info.metrics)
         raise UserError(
             f"--best is {metric}, and no checkpoint has that metric; there are: {', '.join(there) or 'none'}"
         )
-    return next(each for each in whole if each.path == best.path)
+    return next(checkpoint for checkpoint in whole if checkpoint.path == best.path)
 
 
 def print_contents(contents: Contents, console: Console | None = None) -> None:
@@ -82,7 +84,7 @@ def print_contents(contents: Contents, console: Console | None = None) -> None:
         for held in contents.tensors
         if held.kind == "model"
     ]
-    tied = [[name, f"as {known}", "", ""] for name, known in contents.tied.items()]
+    tied = [[name, f"as {other}", "", ""] for name, other in contents.tied.items()]
     columns = [*texts("tensor", "shape", "dtype"), *numbers("size")]
     console.print(table(columns, [*tensors, *tied], title="model", lines="head"))
     sizes = [[kind, decimal_size(size)] for kind, size in contents.bytes_by_kind().items()]
@@ -102,20 +104,20 @@ def _print_info(contents: Contents, console: Console) -> None:
         "engine": info.engine,
         "task": info.recipe.get("task"),
         "metrics": ", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items()),
-        "files": f"{len(info.files)}, {decimal_size(sum(each.bytes for each in info.files.values()))}",
+        "files": f"{len(info.files)}, {decimal_size(sum(file_sum.bytes for file_sum in info.files.values()))}",
         **(info.identity.summary() if info.identity is not None else {}),
         "versions": ", ".join(f"{name} {version}" for name, version in info.versions.items()),
     }
-    known = {name: str(value) for name, value in rows.items() if value not in (None, "")}
-    console.print(values_table({name: printable(value, _MOST_SHOWN) for name, value in known.items()}))
+    shown = {name: str(value) for name, value in rows.items() if value not in (None, "")}
+    console.print(values_table({name: printable(value, _MOST_SHOWN) for name, value in shown.items()}))
 
 
-def print_verified(found: Mapping[Path, Verified], console: Console | None = None) -> None:
+def print_verified(results: Mapping[Path, Verified], console: Console | None = None) -> None:
     """A line a checkpoint: whole, or what is wrong with it."""
     console = console or plain_console(highlight=False)
-    for path, each in found.items():
-        whole = "whole" if each.note is None else f"whole; {each.note}"
-        console.print(f"{path}: {whole if each.fault is None else f'DAMAGED: {each.fault}'}", soft_wrap=True)
+    for path, result in results.items():
+        whole = "whole" if result.note is None else f"whole; {result.note}"
+        console.print(f"{path}: {whole if result.fault is None else f'DAMAGED: {result.fault}'}", soft_wrap=True)
 
 
 def print_converted(converted: Converted, console: Console | None = None) -> None:

@@ -34,18 +34,18 @@ class SharedColumn(Generic[Row]):
 
 def terminal_columns(columns: Sequence[SharedColumn[Row]]) -> list[tables.Column]:
     return [
-        tables.Column(title=each.terminal, right=not each.words, whole=each.whole, least=each.least)
-        for each in columns
-        if each.terminal is not None
+        tables.Column(title=column.terminal, right=not column.words, whole=column.whole, least=column.least)
+        for column in columns
+        if column.terminal is not None
     ]
 
 
 def terminal_cells(columns: Sequence[SharedColumn[Row]], row: Row) -> list[str]:
-    return [each.text(row) for each in columns if each.terminal is not None]
+    return [column.text(row) for column in columns if column.terminal is not None]
 
 
 def page_columns(columns: Sequence[SharedColumn[Row]]) -> list[Heading]:
-    return [Heading(each.page, _kind(each)) for each in columns if each.page is not None]
+    return [Heading(column.page, _kind(column)) for column in columns if column.page is not None]
 
 
 def page_cells(
@@ -54,9 +54,9 @@ def page_cells(
     """Cells of a page's row; those of the keys in `instead` are made by its functions."""
     made = instead or {}
     return [
-        made[each.key](row) if each.key in made else Cell(escape(each.text(row)), _kind(each))
-        for each in columns
-        if each.page is not None
+        made[column.key](row) if column.key in made else Cell(escape(column.text(row)), _kind(column))
+        for column in columns
+        if column.page is not None
     ]
 
 

@@ -78,25 +78,25 @@ class HostsShown:
         }
 
 
-def hosts_shown(found: FoundCluster, layout: str | None = None, cores: Sequence[str] = ()) -> HostsShown:
+def hosts_shown(found_cluster: FoundCluster, layout: str | None = None, cores: Sequence[str] = ()) -> HostsShown:
     """Place the ranks on the hosts found; with a layout, also count the groups that span hosts.
 
     `cores` describes the cores of this host's ranks. Raises LayoutError unless the layout has one rank for each slot.
     """
-    cluster = found.cluster
+    cluster = found_cluster.cluster
     if layout is None:
-        return HostsShown(found=found, ranks=_places(cluster, cores))
+        return HostsShown(found=found_cluster, ranks=_places(cluster, cores))
     fitting = _fitting(layout, cluster)
     held = holdings(fitting)
     split = fitting.split_axes()
-    coordinates = [{name: each.coordinates[name] for name in split} for each in held.ranks]
+    coordinates = [{name: rank.coordinates[name] for name in split} for rank in held.ranks]
     places = _places(cluster, cores, coordinates)
     crossings = []
     for groups in held.groups:
         across = sum(len({places[rank].node_rank for rank in group}) > 1 for group in groups.ranks)
         inside = len(groups.ranks) - across
         crossings.append(Crossing(axis=groups.axis, inside=inside, across=across))
-    return HostsShown(found=found, ranks=places, layout=fitting, crossings=tuple(crossings))
+    return HostsShown(found=found_cluster, ranks=places, layout=fitting, crossings=tuple(crossings))
 
 
 def _fitting(text: str, cluster: Cluster) -> Layout:
@@ -114,37 +114,40 @@ def _places(
     cluster: Cluster, cores: Sequence[str], coordinates: Sequence[Mapping[str, int]] | None = None
 ) -> tuple[RankPlace, ...]:
     """Number the ranks host by host; cores are known on this host only."""
-    found: list[RankPlace] = []
+    places: list[RankPlace] = []
     for node_rank, host in enumerate(cluster.hosts):
         for local_rank in range(host.slots):
             ours = node_rank == cluster.this and local_rank < len(cores)
-            found.append(
+            places.append(
                 RankPlace(
-                    rank=len(found),
+                    rank=len(places),
                     host=host.name,
                     node_rank=node_rank,
                     local_rank=local_rank,
                     slot=local_rank if host.chosen is None else host.chosen[local_rank],
-                    coordinates=None if coordinates is None else coordinates[len(found)],
+                    coordinates=None if coordinates is None else coordinates[len(places)],
                     cores=cores[local_rank] if ours else None,
                 )
             )
-    return tuple(found)
+    return tuple(places)
 
 
 def _warning(cluster: Cluster, layout: Layout, crossing: Crossing) -> str:
     """Describe groups that communicate in every block and span hosts, and what to change."""
     groups = crossing.inside + crossing.across
-    said = f"{crossing.across} of {groups} {crossing.axis} groups cross hosts, and they talk in every block"
+    crossings = f"{crossing.across} of {groups} {crossing.axis} groups cross hosts, and they talk in every block"
     fewest = min(host.slots for host in cluster.hosts)
     size = getattr(layout, crossing.axis)
     if size > fewest:
-        return f"{said}; a host has {fewest} slots, so {crossing.axis} {fewest} or less stays inside one"
+        return f"{crossings}; a host has {fewest} slots, so {crossing.axis} {fewest} or less stays inside one"
     if fewest % size:
-        return f"{said}; {size} ranks don't divide the {fewest} slots of a host: --num-procs {fewest // size * size}"
+        return (
+            f"{crossings}; {size} ranks don't divide the {fewest} slots of a host: "
+            f"--num-procs {fewest // size * size}"
+        )
     if layout.order != DEFAULT_ORDER:
-        return f"{said}; order={DEFAULT_ORDER}, the default, keeps the nearest ranks together"
-    return f"{said}; hosts with equal slots, or fewer ranks a host, would keep them inside"
+        return f"{crossings}; order={DEFAULT_ORDER}, the default, keeps the nearest ranks together"
+    return f"{crossings}; hosts with equal slots, or fewer ranks a host, would keep them inside"
 
 
 _MOST = 64  # most ranks in the table
@@ -166,19 +169,21 @@ def print_hosts(shown: HostsShown, console: Console | None = None) -> None:
         console.print(f"warning: {warning}", soft_wrap=True)
 
 
-def _read(found: FoundCluster) -> Table:
-    cluster = found.cluster
+def _read(found_cluster: FoundCluster) -> Table:
+    cluster = found_cluster.cluster
     title = f"found: {cluster.place}" + (f", job {cluster.job}" if cluster.job else "")
-    return table(texts("read", "value"), [[each.source, each.value] for each in found.read], title=title)
+    return table(
+        texts("read", "value"), [[reading.source, reading.value] for reading in found_cluster.read], title=title
+    )
 
 
-def _hosts(found: FoundCluster) -> Table:
-    cluster = found.cluster
+def _hosts(found_cluster: FoundCluster) -> Table:
+    cluster = found_cluster.cluster
     rows = []
     for index, host in enumerate(cluster.hosts):
         chosen = "" if host.chosen is None else f" ({', '.join(map(str, host.chosen))})"
         here = "  <- this machine" if index == cluster.this else ""
-        rows.append([str(index), host.name + here, f"{host.slots}{chosen}", _SLOTS[found.slots_from]])
+        rows.append([str(index), host.name + here, f"{host.slots}{chosen}", _SLOTS[found_cluster.slots_from]])
     columns = [*numbers("node rank"), *texts("host"), *numbers("slots"), *texts("counted from")]
     title = f"{_count(len(cluster.hosts), 'host')}, {_count(cluster.world_size, 'slot')}"
     return table(columns, rows, title=title)

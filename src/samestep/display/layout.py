@@ -177,11 +177,11 @@ def _stages(layout: Layout, per_rank: int, rank: int) -> tuple[int, ...]:
 
 def _groups(grid: Sequence[Mapping[str, int]], axis: str) -> tuple[tuple[int, ...], ...]:
     """Yield groups of ranks whose coordinates differ along one axis only."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(grid):
         others = tuple(place[name] for name in MESH_AXES if name != axis)
-        found.setdefault(others, []).append(rank)
-    return tuple(tuple(ranks) for ranks in found.values())
+        groups.setdefault(others, []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values())
 
 
 _STEP = "once a step"

@@ -35,34 +35,34 @@ svg { max-width: 100%; height: auto } svg text { font: 12px system-ui, sans-seri
 """
 
 
-def page(found: ClusterPlan, price: Price | None) -> str:
+def page(cluster_plan: ClusterPlan, price: Price | None) -> str:
     """The whole page."""
-    job, cluster = found.job, found.cluster
+    job, cluster = cluster_plan.job, cluster_plan.cluster
     title = f"{job.model.name}, {cluster.devices:,} x {cluster.device.name}"
     sections = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{job.global_batch:,} samples of {job.model.seq:,} tokens a step, {escape(job.precision)}, "
-        f"{job.model.parameters / 1e9:.2f} billion parameters; {found.tried:,} layouts tried, {found.too_large:,} do "
-        f"not fit. Times are predicted. 时间均为预测值。</p>",
+        f"{job.model.parameters / 1e9:.2f} billion parameters; {cluster_plan.tried:,} layouts tried, "
+        f"{cluster_plan.too_large:,} do not fit. Times are predicted. 时间均为预测值。</p>",
         "<h2>Layouts 布局</h2>",
-        _layouts(found, price),
-        f"<h2>Where a step goes 一步的时间去向: {escape(str(found.best.layout))}</h2>",
-        _causes(found),
+        _layouts(cluster_plan, price),
+        f"<h2>Where a step goes 一步的时间去向: {escape(str(cluster_plan.best.layout))}</h2>",
+        _causes(cluster_plan),
         "<h2>Memory of each pipeline rank 各流水线段的显存</h2>",
         _key(list(_PARTS.values())),
-        _memory(found.best.memory, cluster.device.memory),
+        _memory(cluster_plan.best.memory, cluster.device.memory),
         "<h2>Timeline of a step 一步的时间线</h2>",
-        _timeline(found),
+        _timeline(cluster_plan),
         "<h2>Scaling 扩展</h2>",
-        _scaling(found),
+        _scaling(cluster_plan),
     ]
     return plain_document(title, sections, _STYLE)
 
 
-def _layouts(found: ClusterPlan, price: Price | None) -> str:
+def _layouts(cluster_plan: ClusterPlan, price: Price | None) -> str:
     """The table of candidates: GB, seconds, tokens a second, utilisation (MFU), energy and money."""
-    columns = layout_columns(found, price)
-    rows = [page_cells(columns, candidate) for candidate in found.candidates]
+    columns = layout_columns(cluster_plan, price)
+    rows = [page_cells(columns, candidate) for candidate in cluster_plan.candidates]
     return html_table("layouts", page_columns(columns), rows)
 
 
@@ -74,17 +74,17 @@ def _key(entries: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _causes(found: ClusterPlan) -> str:
+def _causes(cluster_plan: ClusterPlan) -> str:
     """Draw one bar of a step, divided by cause."""
-    parts = sorted(found.best.time.parts.items(), key=lambda part: -part[1])
+    parts = sorted(cluster_plan.best.time.parts.items(), key=lambda part: -part[1])
     at, bars = 0.0, []
-    scale = _WIDTH / found.best.time.seconds
+    scale = _WIDTH / cluster_plan.best.time.seconds
     for (name, seconds), colour in zip(parts, _CAUSES, strict=False):
         text = f"{name}: {seconds:.3g} s"
         bars.append(_bar(at, 0, seconds * scale, 30, colour, text))
         at += seconds * scale
     entries = [
-        (colour, f"{name} {seconds / found.best.time.seconds:.0%}")
+        (colour, f"{name} {seconds / cluster_plan.best.time.seconds:.0%}")
         for (name, seconds), colour in zip(parts, _CAUSES, strict=False)
     ]
     return _key(entries) + _svg("causes", 30, bars)
@@ -112,9 +112,9 @@ def _memory(ranks: Sequence[RankMemory], limit: float) -> str:
     return _svg("memory", height, marks)
 
 
-def _timeline(found: ClusterPlan) -> str:
+def _timeline(cluster_plan: ClusterPlan) -> str:
     """Draw the first rounds of the pipeline's schedule; without a pipeline, forward and backward of a micro-batch."""
-    best = found.best
+    best = cluster_plan.best
     layout = best.layout
     if layout.pipeline == 1:
         stage = best.time.stages[0]
@@ -151,29 +151,29 @@ def _timeline(found: ClusterPlan) -> str:
     return f"<p>{text}</p>" + _key(list(_KINDS.values())) + _svg("timeline", shown * _ROW + 4, marks)
 
 
-def _scaling(found: ClusterPlan) -> str:
+def _scaling(cluster_plan: ClusterPlan) -> str:
     """Plot tokens a second of the best layout for each power of two of devices, with linear scaling."""
     points: list[tuple[int, float]] = []
     devices = 1
-    while devices < found.cluster.devices:
+    while devices < cluster_plan.cluster.devices:
         try:
-            smaller = plan(found.job, found.cluster.resized(devices), most=1)
-            points.append((devices, found.job.tokens / smaller.best.time.seconds))
+            smaller = plan(cluster_plan.job, cluster_plan.cluster.resized(devices), most=1)
+            points.append((devices, cluster_plan.job.tokens / smaller.best.time.seconds))
         except UserError:
             pass  # nothing fits on so few
         devices *= 2
-    points.append((found.cluster.devices, found.job.tokens / found.best.time.seconds))
+    points.append((cluster_plan.cluster.devices, cluster_plan.job.tokens / cluster_plan.best.time.seconds))
     first = points[0]
     height, bottom, top = 300, 40, 30
-    last = max(found.cluster.devices.bit_length() - 1, 1)
-    most = max(points[-1][1], first[1] * found.cluster.devices / first[0])
+    last = max(cluster_plan.cluster.devices.bit_length() - 1, 1)
+    most = max(points[-1][1], first[1] * cluster_plan.cluster.devices / first[0])
     least = points[0][1] / 2
 
     def place(count: float, rate: float) -> tuple[float, float]:
         x = _LEFT + (_WIDTH - _LEFT - 40) * log2(count) / last
         return x, height - bottom - (height - bottom - top) * log2(rate / least) / log2(most / least)
 
-    ideal = [place(*first), place(found.cluster.devices, first[1] * found.cluster.devices / first[0])]
+    ideal = [place(*first), place(cluster_plan.cluster.devices, first[1] * cluster_plan.cluster.devices / first[0])]
     marks = [
         f'<polyline points="{_points(ideal)}" fill="none" stroke="#999999" stroke-dasharray="5 4"/>',
         f'<polyline points="{_points([place(*point) for point in points])}" fill="none" stroke="#0072b2" '

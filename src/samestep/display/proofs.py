@@ -50,8 +50,8 @@ def print_matrix(rows: Sequence[MatrixRow], console: Console | None = None) -> N
     cells = []
     for row in rows:
         differences = row.proof.max_relative_difference if row.proof else {}
-        found = [f"{differences[name]:.1e}" if name in differences else "" for name in _DIFFERENCES]
-        cells.append([row.job, row.layout, *found, row.verdict, formatted(row.seconds, "{:.1f}")])
+        shown = [f"{differences[name]:.1e}" if name in differences else "" for name in _DIFFERENCES]
+        cells.append([row.job, row.layout, *shown, row.verdict, formatted(row.seconds, "{:.1f}")])
     console.print(table(columns, cells, title="largest relative difference from one process, in float64"))
     for row in rows:
         for words in row.words:
@@ -66,7 +66,7 @@ def print_bits(rows: Sequence[BitsRow], console: Console | None = None) -> None:
     columns = [*texts("layout"), *numbers("", "ordered s", "fast s", "ordered / fast", whole=True)]
     cells = []
     for row in rows:
-        times = [formatted(each, "{:.4f}") for each in (row.ordered_seconds, row.fast_seconds)]
+        times = [formatted(seconds, "{:.4f}") for seconds in (row.ordered_seconds, row.fast_seconds)]
         cells.append([row.layout, row.verdict, *times, formatted(row.cost, "{:.1f}")])
     console.print(table(columns, cells, title="bits versus one process, run.reduction: ordered"))
     for row in rows:

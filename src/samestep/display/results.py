@@ -112,8 +112,8 @@ def print_slow_ranks(seconds: Sequence[float], console: Console | None = None) -
     if not slow:
         return
     rows = [
-        [str(rank), f"{each:.4f}", "slow" if rank in slow else ""]
-        for rank, each in enumerate(seconds)
+        [str(rank), f"{own_seconds:.4f}", "slow" if rank in slow else ""]
+        for rank, own_seconds in enumerate(seconds)
         if rank in slow or len(seconds) <= _MOST_RANKS
     ]
     title = "seconds of a rank in one step, without waiting for others"
@@ -149,14 +149,20 @@ def _is_matrix(value: Any) -> bool:
 def print_rehearsals(ranks: "Sequence[Rehearsal]", console: Console | None = None) -> None:
     """Print what the rehearsed ranks held and sent, then the collectives of the rank that sends most."""
     console = console or plain_console()
-    print_usage([each.usage for each in ranks], console, rank_numbers=[each.rank for each in ranks])
-    most = max(ranks, key=lambda each: each.usage.sent_in_all)
+    print_usage([rank.usage for rank in ranks], console, rank_numbers=[rank.rank for rank in ranks])
+    most = max(ranks, key=lambda rank: rank.usage.sent_in_all)
     if not most.collectives:
         return
     columns = [*texts("collective", "axis"), *numbers("ranks", "count", "sent")]
     rows = [
-        [each.kind, each.axis, str(each.ranks), f"{each.count:,}", decimal_size(each.sent)]
-        for each in most.collectives
+        [
+            collective.kind,
+            collective.axis,
+            str(collective.ranks),
+            f"{collective.count:,}",
+            decimal_size(collective.sent),
+        ]
+        for collective in most.collectives
     ]
     console.print(table(columns, rows, title=f"messages of rank {most.rank} in one step"))
 

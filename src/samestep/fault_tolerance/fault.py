@@ -69,7 +69,7 @@ class PendingFault:
             fault,
             goes_on_at=first,
             steps_lost=max(0, done - first),
-            seconds=offset + max(each.first_done_at for each in ranks) - moment,
+            seconds=offset + max(rank.first_done_at for rank in ranks) - moment,
             next_layout=next_layout or fault.next_layout,
         )
         self._tell(fault)
@@ -84,7 +84,7 @@ class PendingFault:
 
 def first_step(ranks: Sequence[Progress]) -> int:
     """Return the first step that was taken in this round; at least one rank must have taken one."""
-    return min(each.first_step for each in ranks if each.first_step >= 0)
+    return min(rank.first_step for rank in ranks if rank.first_step >= 0)
 
 
 def tell(fault: Fault, folder: Path, *, aloud: bool = True) -> None:

@@ -67,12 +67,12 @@ class Injection:
 
     def spoils(self, step: int) -> bool:
         """Whether to make the loss of a step NaN; True once for each such fault."""
-        found = False
+        spoiled = False
         for index, fault in enumerate(self._mine):
             if fault.fault == "nan" and fault.step == step and index not in self._done:
                 self._done.add(index)
-                found = True
-        return found
+                spoiled = True
+        return spoiled
 
     def __bool__(self) -> bool:
         return bool(self._mine)

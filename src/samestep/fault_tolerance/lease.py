@@ -179,7 +179,7 @@ class _Lease:
             self._made = [*missing, *(path for path in self._made if path not in missing)]
             folder.mkdir(parents=True, exist_ok=True)
             leases = leases_in(folder)
-            known = {path: identity(path) for path in leases.values()}
+            identities = {path: identity(path) for path in leases.values()}
             last = max(leases, default=0)
             if last and not _has_ended(leases[last], self._owner, self._silence):
                 continue
@@ -194,7 +194,7 @@ class _Lease:
                 continue
             # A whole training may have come and gone since the look, which leaves the numbers free again.
             others = {path: identity(path) for path in leases_in(folder).values() if path != file}
-            if not others.items() <= known.items():
+            if not others.items() <= identities.items():
                 file.unlink()
                 os.close(descriptor)
                 continue

@@ -55,8 +55,8 @@ class Owner:
     @property
     def life(self) -> Life:
         """Whether the owning process is alive; unknown where it isn't one of this host and namespace."""
-        mine = _host()
-        if None in mine.values() or mine != {name: getattr(self, name) for name in mine}:
+        host = _host()
+        if None in host.values() or host != {name: getattr(self, name) for name in host}:
             return "unknown"
         try:
             os.kill(self.pid, 0)

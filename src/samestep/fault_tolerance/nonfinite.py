@@ -52,14 +52,14 @@ class NonFinite:
         file = file_of(self._folder, step)
         values = f"loss {loss}, gradient norm {grad_norm}"
         if self._writes:
-            found = {
+            record = {
                 "step": step,
                 "loss": str(loss),
                 "grad_norm": str(grad_norm),
                 "samples": samples,
                 "left_out": self._policy == "rollback",
             }
-            file.write_text(json.dumps(found) + "\n", encoding="utf-8")
+            file.write_text(json.dumps(record) + "\n", encoding="utf-8")
         error = NonFiniteError(step, values, _shown(samples), str(file))
         if self._policy != "skip":
             raise error
@@ -69,8 +69,8 @@ class NonFinite:
 
 def left_out(folder: Path) -> frozenset[int]:
     """Return the steps that a training in this folder has left out after rollbacks."""
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(FILES)]
-    return frozenset(each["step"] for each in found if each["left_out"])
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(FILES)]
+    return frozenset(record["step"] for record in records if record["left_out"])
 
 
 def _shown(samples: Sequence[int]) -> str:

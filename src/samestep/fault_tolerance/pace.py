@@ -56,7 +56,7 @@ def lagging(seconds: Sequence[float]) -> list[int]:
         return []
     # The median of two ranks is their mean, which neither exceeds by much; compare with the faster one.
     usual = min(seconds) if len(seconds) == 2 else median(seconds)
-    return [rank for rank, each in enumerate(seconds) if each > max(_LAGS * usual, usual + _LEAST)]
+    return [rank for rank, own_seconds in enumerate(seconds) if own_seconds > max(_LAGS * usual, usual + _LEAST)]
 
 
 def write(folder: Path, rank: int, seconds: float) -> None:

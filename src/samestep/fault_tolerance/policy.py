@@ -90,7 +90,7 @@ def shrink(layout: Layout, fewest: int) -> Iterator[Layout]:
     axis = "replicate" if layout.replicate > 1 else "shard"
     size = getattr(layout, axis)
     for parts in range(size - 1, 0, -1):
-        found = replace(layout, **{axis: parts})
-        if found.size < fewest:
+        smaller = replace(layout, **{axis: parts})
+        if smaller.size < fewest:
             return
-        yield found
+        yield smaller

@@ -37,13 +37,17 @@ class Round:
     @classmethod
     def from_agent(cls) -> Self | None:
         """Return the round of a rank started by a node's agent; None in any other process."""
-        given = environment.round_of_rank()
-        if given is None:
+        own_round = environment.round_of_rank()
+        if own_round is None:
             return None
-        run_folder = Path(given.run_folder) if given.run_folder is not None else None
-        memory = Path(given.memory) if given.memory is not None else None
+        run_folder = Path(own_round.run_folder) if own_round.run_folder is not None else None
+        memory = Path(own_round.memory) if own_round.memory is not None else None
         return cls(
-            number=given.number, folder=Path(given.folder), run_folder=run_folder, memory=memory, start=given.start
+            number=own_round.number,
+            folder=Path(own_round.folder),
+            run_folder=run_folder,
+            memory=memory,
+            start=own_round.start,
         )
 
 

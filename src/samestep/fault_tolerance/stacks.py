@@ -50,8 +50,8 @@ def ask(folder: Path, rank: int, pid: int) -> str:
 def _main_stack(file: Path) -> str:
     """Return the stack of the thread that the first line names."""
     main, _, answers = file.read_text(encoding="utf-8", errors="replace").partition("\n")
-    found = re.search(rf"hread {main}[^\n]*\n((?: .*\n?)*)", answers)
-    return found[1].rstrip() if found is not None else ""
+    match = re.search(rf"hread {main}[^\n]*\n((?: .*\n?)*)", answers)
+    return match[1].rstrip() if match is not None else ""
 
 
 def _file(folder: Path, rank: int) -> Path:

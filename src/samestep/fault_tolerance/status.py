@@ -135,7 +135,7 @@ def reserve(folder: Path, ranks: Iterable[int]) -> None:
 
 def read(folder: Path, ranks: Iterable[int]) -> list[Progress]:
     """Read the status of those ranks that have written one, in order."""
-    found = []
+    statuses = []
     for rank in ranks:
         try:
             content = (folder / f"rank-{rank}").read_bytes()
@@ -145,7 +145,7 @@ def read(folder: Path, ranks: Iterable[int]) -> list[Progress]:
             continue
         pid, phase, step, done, first_step, moved_at, first_done_at, longest = _FORM.unpack(content)
         if pid:
-            found.append(
+            statuses.append(
                 Progress(
                     rank=rank,
                     pid=pid,
@@ -158,7 +158,7 @@ def read(folder: Path, ranks: Iterable[int]) -> list[Progress]:
                     longest=longest,
                 )
             )
-    return found
+    return statuses
 
 
 # Process group -> collectives entered. The key is the group's ranks and its number among groups of the same ranks,
@@ -173,7 +173,7 @@ def entered_collectives() -> Counts:
     """
     if not dist.is_initialized():
         return {}
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     seen: Counter[str] = Counter()
     for group, members in list(members_of_groups().items()):
         if not isinstance(group, dist.ProcessGroup):  # placeholder of a group that this rank is not in
@@ -181,8 +181,8 @@ def entered_collectives() -> Counts:
         ranks = ",".join(map(str, sorted(members)))
         seen[ranks] += 1
         with suppress(RuntimeError):  # the back end has no sequence numbers
-            found[f"{ranks}#{seen[ranks]}"] = sequence_number(group)
-    return found
+            counts[f"{ranks}#{seen[ranks]}"] = sequence_number(group)
+    return counts
 
 
 def write_counts(folder: Path, rank: int, entered: Counts) -> None:
@@ -194,11 +194,11 @@ def write_counts(folder: Path, rank: int, entered: Counts) -> None:
 
 def read_counts(folder: Path, ranks: Iterable[int]) -> dict[int, Counts]:
     """Read the counts of some ranks; those that have written none are left out."""
-    found: dict[int, Counts] = {}
+    counts: dict[int, Counts] = {}
     for rank in ranks:
         with suppress(FileNotFoundError):
-            found[rank] = json.loads((folder / f"counts-{rank}.json").read_text(encoding="utf-8"))
-    return found
+            counts[rank] = json.loads((folder / f"counts-{rank}.json").read_text(encoding="utf-8"))
+    return counts
 
 
 def members(key: str) -> list[int]:
@@ -296,10 +296,10 @@ def job_info_of(run: Run) -> JobInfo:
     return JobInfo(hang_limit=run.hang_limit, grace_period=run.grace_period)
 
 
-def write_job_info(folder: Path, rank: int, said: JobInfo) -> None:
+def write_job_info(folder: Path, rank: int, info: JobInfo) -> None:
     """Write the facts for `read_job_info` atomically."""
     new = folder / f"about-{rank}.new"
-    new.write_text(json.dumps(asdict(said)), encoding="utf-8")
+    new.write_text(json.dumps(asdict(info)), encoding="utf-8")
     new.replace(folder / _JOB_INFO_FILE)
 
 

@@ -75,9 +75,9 @@ class StoppedProcesses:
         """Whether a rank is stopped."""
         return any(pid in self._since for pid in self.ranks.values())
 
-    def foreign(self, known: Sequence[Progress], limit: float | None) -> StoppedRank | None:
+    def foreign(self, statuses: Sequence[Progress], limit: float | None) -> StoppedRank | None:
         """Find a rank that writes no status and has been stopped for longer than the limit."""
-        with_status = {progress.rank for progress in known}
+        with_status = {progress.rank for progress in statuses}
         for rank, pid in self.ranks.items():
             seconds = self._now - self._since.get(pid, self._now)
             if rank not in with_status and seconds > (limit or _LIMIT):

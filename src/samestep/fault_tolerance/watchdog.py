@@ -116,7 +116,7 @@ def behind(entered: Mapping[int, Counts]) -> list[int]:
     """Return the stragglers: ranks that lack a collective that others have entered, and wait in none themselves."""
     late: set[int] = set()
     waiting: set[int] = set()
-    for key in {key for mine in entered.values() for key in mine}:
+    for key in {key for of_rank in entered.values() for key in of_rank}:
         counts = {rank: entered[rank].get(key, 0) for rank in members(key) if rank in entered}
         if len(set(counts.values())) > 1:
             late |= {rank for rank, count in counts.items() if count < max(counts.values())}
@@ -126,18 +126,18 @@ def behind(entered: Mapping[int, Counts]) -> list[int]:
 
 def earliest(ranks: Sequence[Progress]) -> list[int]:
     """Return the ranks in the earliest step; empty if all are in the same one."""
-    steps = [each.step for each in ranks]
-    return [each.rank for each in ranks if each.step == min(steps) < max(steps)]
+    steps = [rank.step for rank in ranks]
+    return [rank.rank for rank in ranks if rank.step == min(steps) < max(steps)]
 
 
 def not_waiting(stacks: Mapping[int, str]) -> list[int]:
     """Return the ranks whose innermost call doesn't wait for others; ranks without a stack are left out."""
-    found = []
+    ranks = []
     for rank, stack in stacks.items():
         calls = [line for line in stack.splitlines() if line.strip().startswith("File ")]
         if calls and not any(part in calls[0] for part in _WAITING):
-            found.append(rank)
-    return found
+            ranks.append(rank)
+    return ranks
 
 
 _APART = 0.1  # seconds between reads of the ranks' status
@@ -233,10 +233,10 @@ class Watchdog:
         for rank, pid in pids.items():
             self._handles.setdefault(rank, Handle(pid))
 
-    def end_within(self, seconds: float, asked: str) -> None:
-        """Kill the ranks after `seconds` unless they have ended; `asked`: by what they were asked to end."""
+    def end_within(self, seconds: float, request: str) -> None:
+        """Kill the ranks after `seconds` unless they have ended; `request`: by what they were asked to end."""
         reason = (
-            f"samestep ended it by SIGKILL: it had not saved and ended within {seconds:g} s of {asked} "
+            f"samestep ended it by SIGKILL: it had not saved and ended within {seconds:g} s of {request} "
             "(run.grace_period)"
         )
         self._end = time.monotonic() + seconds, reason
@@ -264,8 +264,8 @@ class Watchdog:
     def _work(self, ranks: Sequence[Progress]) -> list[int]:
         """Return each rank's processor time as progress, in phases that may compute for long without a message."""
         return [
-            int(self._handles[each.rank].processor_seconds() / _SOME_WORK) if each.phase in _UNTOLD else 0
-            for each in ranks
+            int(self._handles[rank.rank].processor_seconds() / _SOME_WORK) if rank.phase in _UNTOLD else 0
+            for rank in ranks
         ]
 
     def _end_others(self, rank: int) -> None:
@@ -275,9 +275,9 @@ class Watchdog:
     def read(self) -> Sequence[Progress]:
         """Read the status of the ranks that have written one."""
         self.last = status.read(self._folder, self._ranks)
-        for each in self.last:
-            if each.rank not in self._handles:
-                self._handles[each.rank] = Handle(each.pid)
+        for progress in self.last:
+            if progress.rank not in self._handles:
+                self._handles[progress.rank] = Handle(progress.pid)
         return self.last
 
     def _monitor(self) -> None:
@@ -305,7 +305,10 @@ class Watchdog:
             self.entered = status.read_counts(self._folder, self._ranks)
             others = self._elsewhere()
             everyone, entered = [*ranks, *others.ranks], {**others.entered, **self.entered}
-            state = [(each.phase, each.step, each.done, each.moved_at) for each in everyone], entered
+            state = (
+                [(progress.phase, progress.step, progress.done, progress.moved_at) for progress in everyone],
+                entered,
+            )
             state = *state, self._work(ranks)
             if state != before:
                 before, moved_at = state, seconds
@@ -320,7 +323,7 @@ class Watchdog:
 
     def _see_the_first_step(self) -> None:
         """Call `goes_on` once every rank has taken a step in this round."""
-        done = len(self.last) == len(self._ranks) and all(each.first_done_at for each in self.last)
+        done = len(self.last) == len(self._ranks) and all(progress.first_done_at for progress in self.last)
         if self._goes_on is not None and done:
             goes_on, self._goes_on = self._goes_on, None
             goes_on(self.last)
@@ -329,7 +332,7 @@ class Watchdog:
         """After a rank has died, kill the others unless their broken connections end them within the grace times."""
         if self._died_at is None:
             if any(
-                each.phase == "failed" or (not each.over and not self._handles[each.rank].alive()) for each in ranks
+                rank.phase == "failed" or (not rank.over and not self._handles[rank.rank].alive()) for rank in ranks
             ):
                 self._died_at = time.monotonic()
             return
@@ -338,18 +341,18 @@ class Watchdog:
         if seconds > _LAST_WORDS:
             self.end_now(kill.reason, follows=True)
         elif seconds > _AFTER_A_DEATH:
-            self._kill([each.rank for each in ranks if each.phase != "failed"], kill)
+            self._kill([rank.rank for rank in ranks if rank.phase != "failed"], kill)
 
     def _too_long(self, ranks: Sequence[Progress], seconds: float) -> bool:
         """Whether so many seconds without progress are a hang, given the ranks' phases."""
-        working = [each for each in ranks if not each.over]
+        working = [rank for rank in ranks if not rank.over]
         if self.limit is None or not working:
             return False
         # In seconds: the job's limit, or five times the longest step so far if that is more.
-        limit = max(self.limit, _LONGER_STEP * max(each.longest for each in working))
+        limit = max(self.limit, _LONGER_STEP * max(rank.longest for rank in working))
         # A process that is stopped doesn't take long: it does nothing.
         if not self._stopped.any_rank() and (
-            len(self.last) < len(self._ranks) or any(each.phase in _LONG for each in working)
+            len(self.last) < len(self._ranks) or any(rank.phase in _LONG for rank in working)
         ):
             limit *= _LONGER
         return seconds > limit
@@ -367,29 +370,29 @@ class Watchdog:
         The other ranks are killed first: requesting a stopped rank's stack resumes it, and the others would train on.
         `alone`: a rank of this host must be named, whatever other hosts' ranks did.
         """
-        absent = sorted(set(self._ranks) - {each.rank for each in self.last})
+        absent = sorted(set(self._ranks) - {progress.rank for progress in self.last})
         if absent:
             return Hang(rank=absent[0], reason=f"its process has not begun after {seconds:.0f} s")
-        working = {each.rank: each for each in everyone if not each.over}
-        mine = {rank: each for rank, each in working.items() if rank in self._ranks}
-        halted = [rank for rank, each in mine.items() if stopped(each.pid)]
+        working = {progress.rank: progress for progress in everyone if not progress.over}
+        own_ranks = {rank: progress for rank, progress in working.items() if rank in self._ranks}
+        halted = [rank for rank, progress in own_ranks.items() if stopped(progress.pid)]
         late = [rank for rank in behind(entered) if rank in working]
         early = earliest(list(working.values()))
-        known: dict[int, str] = {}
+        stacks_of: dict[int, str] = {}
         candidates = halted or late or early
         if not candidates:
-            known = {rank: stacks.ask(self._folder, rank, each.pid) for rank, each in mine.items()}
-            candidates = not_waiting(known)
-        if not candidates and len(mine) == len(working):
-            candidates = sorted(mine)
-        if alone and not mine.keys() & candidates[:1]:
-            candidates = sorted(mine)
-        if not candidates or candidates[0] not in mine:
+            stacks_of = {rank: stacks.ask(self._folder, rank, progress.pid) for rank, progress in own_ranks.items()}
+            candidates = not_waiting(stacks_of)
+        if not candidates and len(own_ranks) == len(working):
+            candidates = sorted(own_ranks)
+        if alone and not own_ranks.keys() & candidates[:1]:
+            candidates = sorted(own_ranks)
+        if not candidates or candidates[0] not in own_ranks:
             return None
-        culprit = mine[candidates[0]]
+        culprit = own_ranks[candidates[0]]
         if halted:
             self._end_others(culprit.rank)
-        stack = known.get(culprit.rank) or stacks.ask(self._folder, culprit.rank, culprit.pid)
+        stack = stacks_of.get(culprit.rank) or stacks.ask(self._folder, culprit.rank, culprit.pid)
         return Hang(rank=culprit.rank, reason=_sentence(culprit, seconds, stack, halted=culprit.rank in halted))
 
 

@@ -25,9 +25,9 @@ def cores() -> int:
     return len(usable_processors())
 
 
-def threads_of(local_ranks: int, asked: int | None) -> int:
+def threads_of(local_ranks: int, threads: int | None) -> int:
     """Return the threads of a rank: as requested, else the cores divided among the ranks."""
-    return asked or environment.asked_threads() or max(1, cores() // local_ranks)
+    return threads or environment.asked_threads() or max(1, cores() // local_ranks)
 
 
 _NODES = "sys/devices/system/node"
@@ -181,13 +181,13 @@ def bindings(machine: Machine, ranks: int, choice: BindChoice = "auto") -> list[
         ]
     homes = _homes(machine, ranks, shared=way == "numa")
     sharing, before = Counter(homes), Counter[tuple[int, ...]]()
-    found = []
+    bound = []
     for rank, (home, device) in enumerate(zip(homes, devices, strict=True)):
         cores = [core for core in machine.cores if core.node in home]
-        there, mine = sharing[home], before[home]
+        there, own_index = sharing[home], before[home]
         before[home] += 1
-        own = cores[mine * len(cores) // there : (mine + 1) * len(cores) // there]
-        found.append(
+        own = cores[own_index * len(cores) // there : (own_index + 1) * len(cores) // there]
+        bound.append(
             Binding(
                 local_rank=rank,
                 processors=tuple(sorted(p for core in (own if way == "cores" else cores) for p in core.processors)),
@@ -196,15 +196,15 @@ def bindings(machine: Machine, ranks: int, choice: BindChoice = "auto") -> list[
                 threads=max(1, len(own)),
             )
         )
-    return found
+    return bound
 
 
 def _homes(machine: Machine, ranks: int, *, shared: bool) -> list[tuple[int, ...]]:
     """Assign NUMA nodes to ranks: those of their accelerators, else nodes in proportion to their cores."""
     nodes, cores = machine.nodes, Counter(core.node for core in machine.cores)
-    wanted = machine.devices[:ranks]
-    if len(wanted) == ranks and (shared or all(cores[node] >= here for node, here in Counter(wanted).items())):
-        return [(node,) for node in wanted]
+    homes = machine.devices[:ranks]
+    if len(homes) == ranks and (shared or all(cores[node] >= here for node, here in Counter(homes).items())):
+        return [(node,) for node in homes]
     if ranks < len(nodes):
         return [tuple(nodes[r * len(nodes) // ranks : (r + 1) * len(nodes) // ranks]) for r in range(ranks)]
     # The node in the middle of a rank's equal share of all cores. Middles are a core apart or more, so a node gets no

@@ -38,7 +38,7 @@ _SCRIPTS = (".py", ".sh")
 
 def facts_of(spec: NodeSpec) -> dict[str, Any]:
     """Collect this host's facts, in the order in which they are compared; for JSON."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "job": spec.job,
         "number of hosts": spec.size,
         "samestep version": VERSION,
@@ -47,30 +47,30 @@ def facts_of(spec: NodeSpec) -> dict[str, Any]:
         "samestep sources": digest_of(_SOURCES),
     }
     if not spec.controlled:  # else the controller gives all hosts the same
-        found["engine"] = spec.ranks.engine
-        found["device"] = spec.ranks.device
-        found["command"] = f"SHA-256 {_digest_of_words(spec.command)}"
+        facts["engine"] = spec.ranks.engine
+        facts["device"] = spec.ranks.device
+        facts["command"] = f"SHA-256 {_digest_of_words(spec.command)}"
     if (number := _file(spec.command)) is not None:
         kind, path = "job file" if is_ours(spec.command) else "script", Path(spec.command[number])
         with suppress(OSError):  # a rank will report why it can't be read
-            found[kind] = f"{path.name} of SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+            facts[kind] = f"{path.name} of SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     if spec.must_match:
-        found["ranks a host"] = str(spec.num_procs)
-    return found
+        facts["ranks a host"] = str(spec.num_procs)
+    return facts
 
 
-def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[str, str] | None:
+def difference(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the first fact in which two hosts differ, with a message; None if they agree.
 
     Each mapping is from `facts_of`, plus the host's name under "host". Facts that one of them lacks are not compared.
     """
-    names = [name for name in mine if name != "host" and theirs.get(name, mine[name]) != mine[name]]
+    names = [name for name in own if name != "host" and theirs.get(name, own[name]) != own[name]]
     if not names:
         return None
     name = names[0]
     message = (
         f'the hosts of this job differ in their {name}: {theirs["host"]} has "{theirs[name]}", '
-        f'{mine["host"]} has "{mine[name]}"; {_REMEDIES.get(name, _GIVE)}'
+        f'{own["host"]} has "{own[name]}"; {_REMEDIES.get(name, _GIVE)}'
     )
     return name, message
 

@@ -152,10 +152,12 @@ class AgentConnection:
         end = f"{name} ended with exit code {self._process.returncode}"
         if lost:
             return f"{', '.join(lost)} was lost in the middle of the job: {end}{': ' if lines else ''}{lines}"
-        said = f"{', '.join(hosts)} can't be reached: {lines or 'no message'} ({end})"
+        message = f"{', '.join(hosts)} can't be reached: {lines or 'no message'} ({end})"
         if self._process.returncode in _NO_COMMAND or any(words in lines for words in _NO_PYTHON):
-            return f"{said}; samestep is to be installed there too, and --remote-python names the Python that has it"
-        return said
+            return (
+                f"{message}; samestep is to be installed there too, and --remote-python names the Python that has it"
+            )
+        return message
 
 
 _AFTER_END = 3.0  # seconds for the other hosts to notice the job's end by themselves
@@ -277,7 +279,7 @@ class Controller:
             return False
         # A user mistake ends the job, except on a host that comes back: its disk may not be mounted yet.
         own = outcome.exit_code == 1 or outcome.exit_code > _BY_SIGNAL or connection.agents in self._waits
-        others = {each for connection in self._connections for each in connection.started} - {host}
+        others = {host_ for connection in self._connections for host_ in connection.started} - {host}
         return outcome.exit_code != 0 and own and bool(others - self._outcomes.keys() - self._gave_up.keys())
 
     def _ended(self, connection: AgentConnection) -> None:
@@ -386,15 +388,15 @@ class Controller:
         if self._signal:
             return JobOutcome(exit_code=128 + self._signal, message=f"stopped by signal {self._signal}")
         outcomes = self._outcomes.values()
-        found = of_failures(each.failure for each in outcomes if each.failure is not None)
-        if found is not None and not (self._lost and found.failure is not None and found.failure.follows):
-            return found
-        mistakes = [each for each in outcomes if each.exit_code == USERS_MISTAKE]
+        failure = of_failures(outcome.failure for outcome in outcomes if outcome.failure is not None)
+        if failure is not None and not (self._lost and failure.failure is not None and failure.failure.follows):
+            return failure
+        mistakes = [outcome for outcome in outcomes if outcome.exit_code == USERS_MISTAKE]
         if mistakes:
             return JobOutcome(exit_code=2, message="\n".join(_messages(mistakes)))
         if self._lost:
             return JobOutcome(exit_code=1, message="\n".join(self._lost))
-        bad = [each for each in outcomes if each.exit_code != 0]
+        bad = [outcome for outcome in outcomes if outcome.exit_code != 0]
         if bad:
             return JobOutcome(exit_code=bad[0].exit_code, message="\n".join(_messages(bad)))
         return JobOutcome()

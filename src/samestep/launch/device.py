@@ -110,13 +110,13 @@ def check_slots(host: str, slots: int, chosen: Sequence[int] | None, choice: Dev
     last = max(chosen, default=0) + 1 if chosen is not None else slots
     if not 0 < there < last:
         return
-    asked = f"slot {last - 1}, counted from 0, is" if chosen is not None else f"{slots} slots are"
+    slots_asked = f"slot {last - 1}, counted from 0, is" if chosen is not None else f"{slots} slots are"
     left = f" that {visible.variable}={','.join(visible.devices)} leaves" if visible is not None else ""
     usable = "slot 0" if there == 1 else f"slots 0 to {there - 1}"
     raise UserError(
-        f"{host}: {asked} asked for, and there {'is 1 accelerator' if there == 1 else f'are {there} accelerators'}"
-        f"{left}; use {usable if chosen is not None else f'{there} or fewer'}, or "
-        "--device cpu for a job on the CPU"
+        f"{host}: {slots_asked} asked for, and there "
+        f"{'is 1 accelerator' if there == 1 else f'are {there} accelerators'}{left}; use "
+        f"{usable if chosen is not None else f'{there} or fewer'}, or --device cpu for a job on the CPU"
     )
 
 

@@ -158,7 +158,7 @@ class NodeElasticAgent(ElasticAgent):
         self._hosts = spec.hosts
         self._supervision = spec.supervision
         self._rounds = NodeRounds(
-            spec.hosts, place, memory, spec.run, known=spec.supervision.known, signals=spec.supervision.signals
+            spec.hosts, place, memory, spec.run, job_info=spec.supervision.known, signals=spec.supervision.signals
         )
         self._memory = memory
         self._why: RanksEnded | None = None
@@ -217,8 +217,8 @@ class NodeElasticAgent(ElasticAgent):
         part = HostPart(ranks=spec.local_world_size, restarts=self.restarts_left)
         round_.store.write(_part_key(host), part)
         parts = round_.store.wait_all([_part_key(rank) for rank in range(hosts)], HostPart)
-        self.restarts_left = min(each.restarts for each in parts)
-        first, size = sum(each.ranks for each in parts[:host]), sum(each.ranks for each in parts)
+        self.restarts_left = min(part.restarts for part in parts)
+        first, size = sum(part.ranks for part in parts[:host]), sum(part.ranks for part in parts)
         return [
             Worker(
                 local_rank=number,
@@ -305,17 +305,17 @@ class NodeElasticAgent(ElasticAgent):
         """Find further failed ranks: for forked ranks PyTorch reports only one, even if several have ended."""
         if (processes := self.forked()) is None:
             return {}
-        found = {}
+        failures = {}
         for worker in self.group.workers:
             process = processes[worker.local_rank]
             if process.exitcode and worker.global_rank not in told:
-                found[worker.global_rank] = ProcessFailure(
+                failures[worker.global_rank] = ProcessFailure(
                     local_rank=worker.local_rank,
                     pid=process.pid,
                     exitcode=process.exitcode,
                     error_file=self.context.error_files[worker.local_rank],
                 )
-        return found
+        return failures
 
     def _ended_early(self) -> dict[int, ProcessFailure]:
         """Find ranks that run a function and have ended with exit code 0 before it has returned."""

@@ -140,9 +140,9 @@ _PEER_LOST = re.compile(
 
 def first_of(failures: Mapping[int, "ProcessFailure"], host: str, folder: Path) -> Failure:
     """Find the root cause among this host's ranks; `failures` by rank, from the elastic agent."""
-    found = [_read(rank, failure, host, folder) for rank, failure in failures.items()]
-    own = [failure for failure in found if not _was_ended(failure)]
-    cause = first(own or found)
+    read = [_read(rank, failure, host, folder) for rank, failure in failures.items()]
+    own = [failure for failure in read if not _was_ended(failure)]
+    cause = first(own or read)
     assert cause is not None
     return cause
 
@@ -189,7 +189,7 @@ def _was_ended(failure: Failure) -> bool:
 
 def _read(rank: int, failure: "ProcessFailure", host: str, folder: Path) -> Failure:
     log = errors_of(folder, rank)
-    known = failure.error_file_data.get(_AGENTS, {})
+    from_agent = failure.error_file_data.get(_AGENTS, {})
     at = _time_of(failure)
     reason = _message_of(failure)
     if reason is None:
@@ -206,9 +206,9 @@ def _read(rank: int, failure: "ProcessFailure", host: str, folder: Path) -> Fail
         reason=reason,
         log=str(log),
         at=at,
-        follows=known.get("follows", False)
+        follows=from_agent.get("follows", False)
         or (failure.exitcode > 0 and _PEER_LOST.search(_exception(reason)) is not None),
-        end=known.get("end", ""),
+        end=from_agent.get("end", ""),
     )
 
 
@@ -262,11 +262,11 @@ def _traceback(lines: list[str]) -> str | None:
     start = starts.pop()
     while starts and any(line.startswith(_CHAINED) for line in lines[starts[-1] : start]):
         start = starts.pop()
-    found = lines[start:]
-    if len(found) > _MOST_LINES:
+    lines_shown = lines[start:]
+    if len(lines_shown) > _MOST_LINES:
         half = _MOST_LINES // 2
-        found = [*found[:half], f"  ... {len(found) - 2 * half} lines more", *found[-half:]]
-    return "\n".join(found)
+        lines_shown = [*lines_shown[:half], f"  ... {len(lines_shown) - 2 * half} lines more", *lines_shown[-half:]]
+    return "\n".join(lines_shown)
 
 
 def _exception(reason: str) -> str:

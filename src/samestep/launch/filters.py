@@ -17,26 +17,26 @@ _HERE = ("localhost", "127.0.0.1")
 
 
 def apply(
-    found: FoundCluster, asked: HostOptions, environ: Mapping[str, str], device: DeviceChoice = "auto"
+    found_cluster: FoundCluster, options: HostOptions, environ: Mapping[str, str], device: DeviceChoice = "auto"
 ) -> FoundCluster:
     """Return the hosts and slots that a job uses, in their order.
 
     Include and exclude have the syntax of DeepSpeed's launcher. Raises UserError for a host or slot that isn't there,
     for more than there is, and if nothing is left.
     """
-    if asked.include is not None and asked.exclude is not None:
+    if options.include is not None and options.exclude is not None:
         raise UserError("--include and --exclude are both given; one of them says all")
-    on_cores = found.slots_from == "cores" or device == "cpu"
-    cluster = found.cluster if on_cores else _visible(found.cluster, environ)
-    if asked.include is not None:
-        cluster = _included(cluster, asked.include)
-    if asked.exclude is not None:
-        cluster = _excluded(cluster, asked.exclude)
-    if asked.num_nodes is not None:
-        cluster = _first_hosts(cluster, asked.num_nodes)
-    if asked.num_procs is not None:
-        cluster = _so_many_ranks(cluster, asked.num_procs, shared=found.slots_from == "cores")
-    return replace(found, cluster=cluster)
+    on_cores = found_cluster.slots_from == "cores" or device == "cpu"
+    cluster = found_cluster.cluster if on_cores else _visible(found_cluster.cluster, environ)
+    if options.include is not None:
+        cluster = _included(cluster, options.include)
+    if options.exclude is not None:
+        cluster = _excluded(cluster, options.exclude)
+    if options.num_nodes is not None:
+        cluster = _first_hosts(cluster, options.num_nodes)
+    if options.num_procs is not None:
+        cluster = _so_many_ranks(cluster, options.num_procs, shared=found_cluster.slots_from == "cores")
+    return replace(found_cluster, cluster=cluster)
 
 
 def _visible(cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
@@ -60,10 +60,10 @@ def _visible(cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
 
 def _included(cluster: Cluster, text: str) -> Cluster:
     """Keep the hosts, or slots of them, that --include names."""
-    wanted = _parse(cluster, "--include", text)
+    chosen = _parse(cluster, "--include", text)
     kept = {
         index: _choose(cluster.hosts[index], slots) if slots else cluster.hosts[index]
-        for index, slots in sorted(wanted.items())
+        for index, slots in sorted(chosen.items())
     }
     return _with_hosts(cluster, kept)
 
@@ -84,7 +84,7 @@ def _excluded(cluster: Cluster, text: str) -> Cluster:
 
 def _parse(cluster: Cluster, flag: str, text: str) -> dict[int, set[int]]:
     """Parse the named slots of each host; empty: the whole host."""
-    found: dict[int, set[int]] = {}
+    slots_of: dict[int, set[int]] = {}
     for part in text.split("@"):
         name, colon, slots = part.strip().rpartition(":") if _numbered(part) else (part.strip(), "", "")
         if not name or (colon and not _SLOTS.fullmatch(slots)):
@@ -98,11 +98,11 @@ def _parse(cluster: Cluster, flag: str, text: str) -> dict[int, set[int]]:
         if beyond:
             there = "slot 0" if host.slots == 1 else f"slots 0 to {host.slots - 1}"
             raise UserError(f'{flag} "{text}": {host.name} has {there}, and no slot {beyond[0]}')
-        if index in found and not (numbers and found[index]):
-            found[index] = set()  # a host that is also named as a whole counts as a whole
+        if index in slots_of and not (numbers and slots_of[index]):
+            slots_of[index] = set()  # a host that is also named as a whole counts as a whole
         else:
-            found.setdefault(index, set()).update(numbers)
-    return found
+            slots_of.setdefault(index, set()).update(numbers)
+    return slots_of
 
 
 def _numbered(part: str) -> bool:

@@ -177,7 +177,7 @@ def _forks_server() -> Iterator[None]:
 def _serve(listener: int, alive: int) -> NoReturn:
     """Run the server in a forked process, until the pipe `alive` is closed by all users."""
     try:
-        for open_file in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+        for open_file in [int(file.name) for file in Path("/proc/self/fd").iterdir()]:
             if open_file > _STDERR and open_file not in (listener, alive):
                 with suppress(OSError):  # the descriptor of the listing itself
                     os.close(open_file)

@@ -50,7 +50,7 @@ def is_secret(name: str) -> bool:
 
 
 def gather(
-    environ: Mapping[str, str], *, asked: Sequence[str] = (), files: Sequence[Path] = ()
+    environ: Mapping[str, str], *, passed: Sequence[str] = (), files: Sequence[Path] = ()
 ) -> ForwardedVariables:
     """Gather the variables for every host: known ones, from files (the first one wins), and those requested.
 
@@ -65,7 +65,7 @@ def gather(
     for file in reversed(files):
         for name, value in read_file(file):
             values[name], sources[name] = value, str(file)
-    for name in asked:
+    for name in passed:
         if not _NAME.fullmatch(name):
             raise UserError(f'--pass "{name}" is no name of a variable; its value is taken from the environment')
         if name not in environ:

@@ -72,9 +72,9 @@ class Handshake:
         self._deadline = time.monotonic() + spec.timeouts.start_timeout
         self._came: set[int] = set()  # node ranks of hosts, as far as this one knows
         self._where = f"{spec.address}:{spec.port}"
-        found = store_address.resolved(spec, self._deadline)
+        addresses = store_address.resolved(spec, self._deadline)
         # The address that this host uses: the serving host may resolve the name differently.
-        self.address = store_address.to_serve_at(spec, found) if spec.serves else spec.address
+        self.address = store_address.to_serve_at(spec, addresses) if spec.serves else spec.address
         self._server = store_address.served(spec, self.address) if spec.serves else None
         if self._server is not None:
             open_to_hosts(self._server, secret)
@@ -85,19 +85,19 @@ class Handshake:
     def _reached(self) -> SignedStore:
         """Connect to the store, in a thread with a time limit: PyTorch waits forever for the first response."""
         address, port = self.address, self._spec.port
-        found: list[dist.TCPStore | Exception] = []
+        attempts: list[dist.TCPStore | Exception] = []
 
         def connect() -> None:
             """Thread: a connection to an address that drops packets can't be interrupted."""
             try:
-                found.append(store_client(address, port, answer_within=_ANSWER))
+                attempts.append(store_client(address, port, answer_within=_ANSWER))
             except (RuntimeError, ValueError) as error:
-                found.append(error)
+                attempts.append(error)
 
         thread = threading.Thread(target=connect, daemon=True)
         thread.start()
         thread.join(_ANSWER)
-        store = found[0] if found else TimeoutError("no answer")
+        store = attempts[0] if attempts else TimeoutError("no answer")
         if isinstance(store, Exception):
             raise self._no_store(store)
         try:
@@ -177,10 +177,10 @@ class Handshake:
         until = min(self._deadline, time.monotonic() + self._spec.timeouts.rejoin_timeout)
         while time.monotonic() < until:
             time.sleep(_APART)
-            found = reach(self.address, self._spec.port, within=1.0)
-            if found == "refuses":
+            answer = reach(self.address, self._spec.port, within=1.0)
+            if answer == "refuses":
                 break
-            if found == "answers":
+            if answer == "answers":
                 with suppress(StartError):  # the connection may break again
                     self._store = self._reached()
                     return
@@ -189,19 +189,19 @@ class Handshake:
     def _compare(self) -> None:
         """Compare this host with the first one. Raises UserError, or StartError for a late host of an elastic job."""
         spec = self._spec
-        mine = {"host": spec.host, **consistency.facts_of(spec)}
-        theirs = self._store.claim(_FIRST, mine, dict[str, str])
+        own = {"host": spec.host, **consistency.facts_of(spec)}
+        theirs = self._store.claim(_FIRST, own, dict[str, str])
         if not theirs.keys() >= {"host", "job"}:
             raise self._store.foreign(_FIRST, "it names no host")
-        found = consistency.difference(theirs, mine)
-        if found is None:
+        unlike = consistency.difference(theirs, own)
+        if unlike is None:
             return
-        name, message = found
+        name, message = unlike
         complete = self._there(_COMPLETE)
         if name == "job":
             message = (
                 f'the store at {self._where} is that of job "{theirs[name]}", which {theirs["host"]} began; '
-                f'{spec.host} is of job "{mine[name]}"; give all hosts of a job one --job-id, and each job a port'
+                f'{spec.host} is of job "{own[name]}"; give all hosts of a job one --job-id, and each job a port'
             )
         elif not complete:
             self._store.write(_REFUSED, message)  # so that the others don't wait
@@ -211,10 +211,10 @@ class Handshake:
 
     def _take_seat(self) -> None:
         """Claim this host's node rank. A restarted agent takes its old seat again."""
-        spec, mine = self._spec, self._own_seat()
+        spec, seat = self._spec, self._own_seat()
         key = _seat(spec.node_rank)
-        there = self._store.claim(key, mine, Seat)
-        if there == mine:
+        there = self._store.claim(key, seat, Seat)
+        if there == seat:
             return
         if there.host != spec.host or _runs_here(there):
             raise UserError(
@@ -222,7 +222,7 @@ class Handshake:
                 f"(process {there.process}) already, and {spec.host} comes with it too; "
                 "give each host its own --node-rank, and each job its own --master-port"
             )
-        self._store.write(key, mine)
+        self._store.write(key, seat)
 
     def _await_others(self) -> None:
         """Wait until enough hosts are present."""

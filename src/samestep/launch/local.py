@@ -188,8 +188,8 @@ def _first_failure(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> 
 def _ranks_ended(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> RanksEnded:
     """Return the rank that failed first, and why, to end a round."""
     first = first_of(failures, _HOST, files.here)
-    found = _first_failure(files, failures)
-    reason = found.reason if isinstance(found, RankFailedError) else str(found)
+    failure = _first_failure(files, failures)
+    reason = failure.reason if isinstance(failure, RankFailedError) else str(failure)
     return RanksEnded(rank=first.rank, reason=reason, at=first.at, follows=first.follows)
 
 

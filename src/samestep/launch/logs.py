@@ -81,21 +81,21 @@ class RankFiles(LogsSpecs):
             print(f"samestep: {text}; from now on it is in {self._chosen}", file=sys.stderr, flush=True)
             self._make_folder()
         self._started = True
-        found = LogsDest()
+        logs = LogsDest()
         followed: dict[int, str] = {}
         for local_rank, variables in envs.items():
             rank = environment.ranks(variables)
             assert rank is not None
             output, errors, failure = (rank_file(self.here, rank.rank, kind) for kind in ("out", "err", "error.json"))
-            found.stdouts[local_rank], found.stderrs[local_rank] = str(output), str(errors)
-            found.error_files[local_rank] = str(failure)
+            logs.stdouts[local_rank], logs.stderrs[local_rank] = str(output), str(errors)
+            logs.error_files[local_rank] = str(failure)
             variables |= environment.error_file_at(failure)
             followed[rank.rank] = f"[{self._host} {rank.rank}] " if rank.world_size > 1 else ""
         if self._follower is not None:
             told = self._follower.follow(self.here, followed)
             for variables in envs.values():
                 variables |= told
-        return found
+        return logs
 
     def _make_files(self, environs: Iterable[Mapping[str, str]]) -> None:
         """Create the files of the ranks' output, which fails here instead of in the ranks."""

@@ -121,15 +121,17 @@ def holders(port: int) -> list[PortHolder]:
     users = dict(_listening(port))
     if not users:
         return []
-    wanted = {f"socket:[{inode}]" for inode in users}
-    found = []
+    sockets_used = {f"socket:[{inode}]" for inode in users}
+    port_holders = []
     for process in sorted(_PROC.glob("[0-9]*"), key=lambda folder: int(folder.name)):
         with suppress(OSError):
-            if any(_target(link) in wanted for link in (process / "fd").iterdir()):
-                found.append(
+            if any(_target(link) in sockets_used for link in (process / "fd").iterdir()):
+                port_holders.append(
                     PortHolder(pid=int(process.name), name=_name(process), user=_user(process.stat().st_uid))
                 )
-    return found or [PortHolder(pid=None, name=None, user=_user(number)) for number in sorted(set(users.values()))]
+    return port_holders or [
+        PortHolder(pid=None, name=None, user=_user(number)) for number in sorted(set(users.values()))
+    ]
 
 
 def _listening(port: int) -> Iterator[tuple[str, int]]:
@@ -175,11 +177,11 @@ def interface_of(address: str) -> str | None:
     """Return the network interface with an address; None if unknown."""
     if sys.platform != "linux":
         return None
-    wanted = ipaddress.ip_address(address.partition("%")[0])
+    ip = ipaddress.ip_address(address.partition("%")[0])
     addresses = psutil.net_if_addrs()
     for _, name in socket.if_nameindex():  # psutil also has labels of further addresses, such as eth0:1
-        for each in addresses.get(name, ()):
-            if each.family in _IP and ipaddress.ip_address(each.address.partition("%")[0]) == wanted:
+        for entry in addresses.get(name, ()):
+            if entry.family in _IP and ipaddress.ip_address(entry.address.partition("%")[0]) == ip:
                 return name
     return None
 
@@ -187,10 +189,10 @@ def interface_of(address: str) -> str | None:
 def own_name_leads_nowhere() -> bool:
     """Whether this host's name resolves to its loopback, as Debian's installer sets in /etc/hosts, or not at all."""
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return True
-    return all(is_loopback(str(address[0])) for *_, address in found)
+    return all(is_loopback(str(address[0])) for *_, address in addresses)
 
 
 def for_messages(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
@@ -289,13 +291,13 @@ def _end_when_silent(port: int, seconds: float) -> None:
 
 def sockets() -> list[int]:
     """The descriptors of this process's sockets: PyTorch does not show those of its stores."""
-    found = []
+    numbers = []
     folder = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
     for file in folder.iterdir() if folder.is_dir() else ():
         with suppress(OSError, ValueError):
             if stat.S_ISSOCK(os.fstat(int(file.name)).st_mode):
-                found.append(int(file.name))
-    return found
+                numbers.append(int(file.name))
+    return numbers
 
 
 _KEY = "samestep-address-of-rank-"
@@ -303,26 +305,26 @@ _KEY = "samestep-address-of-rank-"
 
 def agreed_before_group(store: "dist.Store", rank: int, world_size: int, main: str) -> str:
     """Return this host's address for other hosts' ranks, exchanged through the store on host `main`."""
-    mine = address_towards(main)
-    store.set(f"{_KEY}{rank}", mine)
-    if not is_loopback(mine):
-        return mine
-    return _outwards(mine, (store.get(f"{_KEY}{other}").decode() for other in range(world_size)))
+    own = address_towards(main)
+    store.set(f"{_KEY}{rank}", own)
+    if not is_loopback(own):
+        return own
+    return _outwards(own, (store.get(f"{_KEY}{other}").decode() for other in range(world_size)))
 
 
 def agreed_in_group(main: str) -> str:
     """Like `agreed_before_group`, in an existing process group; collective."""
     import torch.distributed as dist
 
-    mine = address_towards(main)
+    own = address_towards(main)
     all_ranks: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)
-    return _outwards(mine, all_ranks)
+    dist.all_gather_object(all_ranks, own)
+    return _outwards(own, all_ranks)
 
 
-def _outwards(mine: str, all_ranks: Iterable[str]) -> str:
+def _outwards(own: str, all_ranks: Iterable[str]) -> str:
     """Return a non-loopback address of this host, if any rank is on another host."""
-    if not is_loopback(mine):
-        return mine
+    if not is_loopback(own):
+        return own
     other = next((address for address in all_ranks if not is_loopback(address)), None)
-    return mine if other is None else address_towards(other)
+    return own if other is None else address_towards(other)

@@ -129,8 +129,8 @@ class NodeHeartbeat:
     @property
     def all_done(self) -> bool:
         """Whether all hosts of the round have announced that."""
-        said = self._said
-        return all(peer.node in said and said[peer.node].state == "done" for peer in self._peers)
+        statuses = self._said
+        return all(peer.node in statuses and statuses[peer.node].state == "done" for peer in self._peers)
 
     @property
     def said(self) -> Mapping[int, HostStatus]:
@@ -153,12 +153,12 @@ class NodeHeartbeat:
         store = f"{self._address}:{self._port}"
         if self._replaced:
             return RoundEndReason(what="store", host=store, seconds=self._silence.store_silent)
-        said, peers = self._said, self._peers
-        self._silence.look(self._answers, said)
+        statuses, peers = self._said, self._peers
+        self._silence.look(self._answers, statuses)
         if self._silence.store_silent > (_GONE if self._refused else self._timeouts.heartbeat_timeout):
             return RoundEndReason(what="store", host=store, seconds=self._silence.store_silent)
         for peer in peers:
-            status = said.get(peer.node)
+            status = statuses.get(peer.node)
             if status is None or status.state == "done":
                 continue
             if status.agent != peer.agent:
@@ -224,9 +224,9 @@ class NodeHeartbeat:
         if peers:
             before, nodes = self._said, [peer.node for peer in peers]
             read = store.read_all_own([self._key(node) for node in nodes], HostStatus)
-            said = {node: _later(before.get(node), status) for node, status in zip(nodes, read, strict=True)}
+            statuses = {node: _later(before.get(node), status) for node, status in zip(nodes, read, strict=True)}
             if peers is self._peers:  # unless another round has begun
-                self._said = {node: status for node, status in said.items() if status is not None}
+                self._said = {node: status for node, status in statuses.items() if status is not None}
         self._answers += 1
 
     def _key(self, node: int) -> str:
@@ -251,7 +251,7 @@ class _SilenceClock:
         self._last: dict[int, Any] = {}
         self._silent: dict[int, float] = {}
 
-    def look(self, answers: int, said: Mapping[int, HostStatus]) -> None:
+    def look(self, answers: int, statuses: Mapping[int, HostStatus]) -> None:
         """Add the time since the last call to each peer's silence (seconds), or reset it if its count has changed.
 
         Time doesn't count while this process is stopped, nor while the store doesn't answer.
@@ -262,7 +262,7 @@ class _SilenceClock:
             self._answers, self._answered_at = answers, now
         # No host counts as silent while the store doesn't answer.
         hears = now - self._answered_at <= 2 * self._beat
-        for node, status in said.items():
+        for node, status in statuses.items():
             count = status.agent, status.count
             if count != self._last.get(node):
                 self._last[node], self._silent[node] = count, 0.0

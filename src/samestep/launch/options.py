@@ -61,18 +61,20 @@ class Option:
 
 def options_of(owner: type[Any]) -> list[Option]:
     """Return the options that a class below declares, in their order."""
-    found: list[Option] = []
-    for each in fields(owner):
-        declared = next((extra for extra in getattr(each.type, "__metadata__", ()) if isinstance(extra, Help)), None)
+    options: list[Option] = []
+    for field_ in fields(owner):
+        declared = next(
+            (extra for extra in getattr(field_.type, "__metadata__", ()) if isinstance(extra, Help)), None
+        )
         if declared is None:
             continue
-        default: Any = None if each.default is MISSING else each.default
+        default: Any = None if field_.default is MISSING else field_.default
         if declared.kind == "seconds":
             declared = replace(declared, text=f"{declared.text} (default: {duration_text(default)})")
         if declared.kind == "words" and default is not None:
             default = shlex.join(default)
-        found.append(Option(name=each.name, default=default, help=declared))
-    return found
+        options.append(Option(name=field_.name, default=default, help=declared))
+    return options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,17 +218,17 @@ class LaunchRequest:
     run: "RunPlace | None" = None  # of a samestep job: where its run's folder is
 
 
-def values_for(owner: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def values_for(owner: type[Any], texts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a class's options, by the names of its fields. Those not given keep the field's default.
 
-    `given` has them as the command line's parser leaves them. Raises UserError.
+    `texts` has them as the command line's parser leaves them. Raises UserError.
     """
-    found: dict[str, Any] = {}
-    for each in options_of(owner):
-        if (value := given.get(each.name)) is not None:
-            read = _READ.get(each.help.kind)
-            found[each.name] = read(each.flag, value) if read is not None else value
-    return found
+    values: dict[str, Any] = {}
+    for option in options_of(owner):
+        if (value := texts.get(option.name)) is not None:
+            read = _READ.get(option.help.kind)
+            values[option.name] = read(option.flag, value) if read is not None else value
+    return values
 
 
 def _words(flag: str, text: str) -> tuple[str, ...]:

@@ -83,8 +83,8 @@ def _stands_in_a_file(named: type[Any] | FunctionType) -> bool:
 
 def _codes(named: type[Any] | FunctionType) -> Iterator[CodeType]:
     functions = vars(named).values() if isinstance(named, type) else (named,)
-    for each in functions:
-        code = getattr(each, "__code__", None)
+    for function in functions:
+        code = getattr(function, "__code__", None)
         if isinstance(code, CodeType) and not code.co_filename.startswith("<string>"):  # dataclasses make such
             yield code
 

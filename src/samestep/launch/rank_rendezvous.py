@@ -126,17 +126,17 @@ def _ask(address: str, port: int) -> tuple[str, dict[str, Any]] | None:
     """Read the announcement from a port, and the address that was reached; None for any other answer."""
     until = time.monotonic() + _PATIENCE
     try:
-        with socket.create_connection((address, port), timeout=_PATIENCE) as asked:
-            if asked.getsockname() == asked.getpeername():
+        with socket.create_connection((address, port), timeout=_PATIENCE) as connection:
+            if connection.getsockname() == connection.getpeername():
                 return None  # TCP self-connect
-            said = b""
-            while not said.endswith(b"\n") and len(said) < _LONGEST and time.monotonic() < until:
-                more = asked.recv(_LONGEST)
+            received = b""
+            while not received.endswith(b"\n") and len(received) < _LONGEST and time.monotonic() < until:
+                more = connection.recv(_LONGEST)
                 if not more:
                     break
-                said += more
-            answer = json.loads(said)
-            return (asked.getpeername()[0], answer) if _has_port(answer) else None
+                received += more
+            answer = json.loads(received)
+            return (connection.getpeername()[0], answer) if _has_port(answer) else None
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -161,8 +161,8 @@ class JoinedStore:
 
 def rendezvous_info(ranks: Ranks, environ: Mapping[str, str]) -> RendezvousInfo:
     """Return where a launcher's ranks meet. Raises UserError if its variables are insufficient."""
-    found = _LAUNCHERS[ranks.launcher](environ)
-    return RendezvousInfo(job=found.job, addresses=(LOOPBACK,)) if ranks.one_host else found
+    info = _LAUNCHERS[ranks.launcher](environ)
+    return RendezvousInfo(job=info.job, addresses=(LOOPBACK,)) if ranks.one_host else info
 
 
 def tells_no_address(ranks: Ranks) -> bool:
@@ -179,20 +179,20 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> JoinedStore:
     if address is not None and port is not None:
         store = _given_store(address, port, ranks) if ranks.rank == 0 else _store_of_rank_0(address, port, timeout)
         return JoinedStore(store=store, address=address, port=port)
-    found = rendezvous_info(ranks, environment.snapshot())
+    info = rendezvous_info(ranks, environment.snapshot())
     if address is not None:
-        found = RendezvousInfo(job=found.job, addresses=(address,), other=found.other)
-    if not any(_resolved(each) for each in found.addresses):
-        named = ", ".join(found.addresses) or "unnamed"
+        info = RendezvousInfo(job=info.job, addresses=(address,), other=info.other)
+    if not any(_resolved(address) for address in info.addresses):
+        named = ", ".join(info.addresses) or "unnamed"
         raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {TELL_US}")
     if ranks.rank == 0:
-        address = _address_of_rank_0(found)
+        address = _address_of_rank_0(info)
         store = store_at(address)
-        with announced(address, found.job, ranks.world_size, store.port):
+        with announced(address, info.job, ranks.world_size, store.port):
             _wait_for_all(store, ranks.world_size, timeout)
         port = store.port
     else:
-        address, port = find_rank_0(found.addresses, found.job, ranks.world_size, timeout)
+        address, port = find_rank_0(info.addresses, info.job, ranks.world_size, timeout)
         store = _store_of_rank_0(address, port, timeout)
         store.set(_arrived(ranks.rank), "")
     return JoinedStore(store=store, address=address, port=port)
@@ -200,13 +200,13 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> JoinedStore:
 
 def _given_store(address: str, port: int, ranks: Ranks) -> dist.TCPStore:
     """Serve rank 0's store at MASTER_ADDR and MASTER_PORT."""
-    found = _resolved(address)
-    if found is None or not is_ours(found):
+    resolved = _resolved(address)
+    if resolved is None or not is_ours(resolved):
         raise UserError(f"MASTER_ADDR is {address}, which is no address of rank 0's host {socket.gethostname()}")
-    if is_loopback(found) and not ranks.one_host:
-        found = _EVERYWHERE  # a host's own name may resolve to a loopback address on itself
+    if is_loopback(resolved) and not ranks.one_host:
+        resolved = _EVERYWHERE  # a host's own name may resolve to a loopback address on itself
     try:
-        return store_at(found, port)
+        return store_at(resolved, port)
     except OSError as error:
         why = why_not(port, error) or f"can't be used: {error.strerror}"
         raise UserError(f"MASTER_PORT is {port}, which on rank 0's host {why}; use a free one") from None
@@ -232,18 +232,18 @@ def _wait_for_all(store: dist.Store, world_size: int, timeout: float) -> None:
         ) from None
 
 
-def _address_of_rank_0(found: RendezvousInfo) -> str:
+def _address_of_rank_0(info: RendezvousInfo) -> str:
     """Return the address of rank 0's host for the other hosts."""
-    resolved = [_resolved(address) for address in found.addresses]
+    resolved = [_resolved(address) for address in info.addresses]
     ours = [address for address in resolved if address is not None and is_ours(address)]
     if not ours:
         raise UserError(
-            f"rank 0 runs on {socket.gethostname()}, and the launcher names {', '.join(found.addresses)}; {TELL_US}"
+            f"rank 0 runs on {socket.gethostname()}, and the launcher names {', '.join(info.addresses)}; {TELL_US}"
         )
     far = [address for address in ours if not is_loopback(address)]
-    if far or found.other is None:
+    if far or info.other is None:
         return (far or ours)[0]
-    return address_towards(found.other)  # a host's own name may resolve to a loopback address on itself
+    return address_towards(info.other)  # a host's own name may resolve to a loopback address on itself
 
 
 def _resolved(address: str) -> str | None:

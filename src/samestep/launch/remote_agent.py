@@ -33,13 +33,13 @@ def request(
     specs: Sequence[NodeSpec], folder: str, variables: Mapping[str, str], secret: JobSecret | None = None
 ) -> bytes:
     """Build the request for a remote agent, which picks its own host's part."""
-    asked = {
+    orders = {
         "version": VERSION,
         "specs": [spec.to_json() for spec in specs],
         "folder": folder,
         "secret": secret.sent() if secret is not None else None,
     }
-    lines = dict(variables), asked
+    lines = dict(variables), orders
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
@@ -47,20 +47,20 @@ def main() -> int:
     """Run this host's agent."""
     environment.take_job_secret()  # that of a login here, which is another one, and ranks would have it
     orders = FileIO(0, closefd=False)  # unbuffered, so that later lines stay in the pipe for `_obey`
-    asked = json.loads(orders.readline())
-    specs = {values["host"]: values for values in asked["specs"]}
+    request_ = json.loads(orders.readline())
+    specs = {values["host"]: values for values in request_["specs"]}
     host = next(iter(specs)) if len(specs) == 1 else environment.slurm_node()
     _say(host, started=True)
     # All hosts write to the terminal of one, where one of them tells of the job.
     with phases.running("launch") if specs[host].get("node_rank") == 0 else nullcontext():
-        outcome = _take_part(host, specs[host], asked, orders)
+        outcome = _take_part(host, specs[host], request_, orders)
     _say(host, outcome=outcome.to_json())
     return outcome.exit_code
 
 
-def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], orders: FileIO) -> JobOutcome:
+def _take_part(host: str, values: Mapping[str, Any], request: Mapping[str, Any], orders: FileIO) -> JobOutcome:
     """Run this host's part of a job. Other versions are refused before the request is parsed."""
-    theirs = asked.get("version", "an older one")
+    theirs = request.get("version", "an older one")
     if theirs != VERSION:  # its format may differ
         return JobOutcome(
             exit_code=2,
@@ -69,7 +69,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
         )
     try:
         spec = NodeSpec.from_json(values)
-        secret = JobSecret.of_request(asked["secret"]) if asked["secret"] is not None else None
+        secret = JobSecret.of_request(request["secret"]) if request["secret"] is not None else None
     except (KeyError, TypeError):
         return JobOutcome(
             exit_code=2,
@@ -77,9 +77,9 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
             f"other files of version {VERSION}; install the same on both",
         )
     try:
-        os.chdir(asked["folder"])
+        os.chdir(request["folder"])
     except OSError as error:
-        message = f"{host}: the folder {asked['folder']}: {error.strerror}; use --chdir FOLDER"
+        message = f"{host}: the folder {request['folder']}: {error.strerror}; use --chdir FOLDER"
         return JobOutcome(exit_code=2, message=message)
     threading.Thread(target=_obey, args=(orders, spec.ranks.grace_period), daemon=True).start()
 

@@ -273,8 +273,8 @@ class MultiNodeRendezvous(RendezvousHandler):
         self.heartbeat.close()
         until = time.monotonic() + self.timeouts.rejoin_timeout
         while True:
-            found = reach(*at, within=min(1.0, max(0.1, until - time.monotonic())))
-            if found == "answers":
+            answer = reach(*at, within=min(1.0, max(0.1, until - time.monotonic())))
+            if answer == "answers":
                 try:
                     self._store, self.heartbeat = self._reached(self.heartbeat.identity)
                     break
@@ -282,8 +282,8 @@ class MultiNodeRendezvous(RendezvousHandler):
                     raise
                 except HostLostError:
                     pass
-            if found == "refuses" or time.monotonic() > until:
-                what = "has ended" if found == "refuses" else "could not be reached again"
+            if answer == "refuses" or time.monotonic() > until:
+                what = "has ended" if answer == "refuses" else "could not be reached again"
                 raise HostLostError(
                     f"{self.name}: the job's store at {at[0]}:{at[1]} {what}, so its part of the job ends; started "
                     "again with --resume, the training goes on from its last checkpoint"
@@ -389,7 +389,7 @@ def _here(rank: int) -> str:
 
 
 def _peers(members: Sequence[RoundMember]) -> tuple[Peer, ...]:
-    return tuple(Peer(node=each.node, name=each.name, agent=each.agent) for each in members)
+    return tuple(Peer(node=member.node, name=member.name, agent=member.agent) for member in members)
 
 
 NodeRendezvous = MultiNodeRendezvous | SingleNodeRendezvous

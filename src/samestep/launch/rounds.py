@@ -93,16 +93,16 @@ class NodeRounds:
         memory: Path,
         run: RunPlace | None,
         *,
-        known: Callable[[], JobInfo] | None = None,
+        job_info: Callable[[], JobInfo] | None = None,
         signals: Signals | None = None,
     ) -> None:
         """`place` and `memory` are scratch folders of this host, the second in memory, removed with its agent.
 
-        `run`: a samestep job's run folder. `known`: the job's facts before its ranks publish them. `signals`:
+        `run`: a samestep job's run folder. `job_info`: the job's facts before its ranks publish them. `signals`:
         handlers that let the ranks save.
         """
         self._run = run
-        self._knows = known
+        self._knows = job_info
         self._known: JobInfo | None = None  # facts of the current round, before its ranks publish theirs
         self._signals = signals
         self.run_folder: Path | None = None  # the same on all hosts after `agree`
@@ -129,12 +129,16 @@ class NodeRounds:
     @property
     def took_a_step(self) -> bool:
         """Whether a rank of this host has taken a step in the current round."""
-        return self._watch is not None and any(each.first_done_at for each in self._watch.read())
+        return self._watch is not None and any(progress.first_done_at for progress in self._watch.read())
 
     @property
     def step(self) -> int | None:
         """The step that this host's ranks are in, counted from 0; None if they have told none."""
-        return max((each.step for each in self._watch.last if each.step >= 0), default=None) if self._watch else None
+        return (
+            max((progress.step for progress in self._watch.last if progress.step >= 0), default=None)
+            if self._watch
+            else None
+        )
 
     @property
     def grace_period(self) -> float:
@@ -150,9 +154,9 @@ class NodeRounds:
         if self._run is None or round_ is None:
             return
         if round_.first:
-            known = self._hosts.posted(_RUN_FOLDER, RunFolderPost) or RunFolderPost(path=str(self._run.chosen()))
-            self._hosts.post(_RUN_FOLDER, known)
-            round_.store.write(_RUN_FOLDER, known)
+            post = self._hosts.posted(_RUN_FOLDER, RunFolderPost) or RunFolderPost(path=str(self._run.chosen()))
+            self._hosts.post(_RUN_FOLDER, post)
+            round_.store.write(_RUN_FOLDER, post)
         self.run_folder = Path(round_.store.wait(_RUN_FOLDER, RunFolderPost).path)
 
     def begin(self, ranks: Sequence[int]) -> None:
@@ -194,11 +198,11 @@ class NodeRounds:
 
     def _start_of_job(self, round_: HostRound) -> str | None:
         """The random id of this start of the job, from the first host of the first round."""
-        known = self._hosts.posted(_START, StartPost)
-        if known is None and round_.first:
-            known = StartPost(id=uuid.uuid4().hex)
-            self._hosts.post(_START, known)
-        return None if known is None else known.id
+        post = self._hosts.posted(_START, StartPost)
+        if post is None and round_.first:
+            post = StartPost(id=uuid.uuid4().hex)
+            self._hosts.post(_START, post)
+        return None if post is None else post.id
 
     def _made(self, name: str, ranks: Sequence[int]) -> Path:
         """Create a round's folder for the ranks' status: among temporary files, or in memory if there is no room.
@@ -260,14 +264,14 @@ class NodeRounds:
         if watch.hang is not None:
             why = RanksEnded(rank=watch.hang.rank, reason=watch.hang.reason, at=time.time())
         self._pending.ends()
-        mine = next((each for each in watch.last if why is not None and each.rank == why.rank), None)
+        own = next((progress for progress in watch.last if why is not None and progress.rank == why.rank), None)
         # The rank's last progress: at most a step before the fault, and never after it.
-        moment = None if mine is None else self._began + mine.moved_at
+        moment = None if own is None else self._began + own.moved_at
         left = EndPost(
             why=replace(why, reason=shortened(why.reason)) if why is not None else None,
-            step=mine.step if mine is not None else -1,
+            step=own.step if own is not None else -1,
             moment=moment,
-            done=max((each.done for each in watch.last), default=0),
+            done=max((progress.done for progress in watch.last), default=0),
             layout=self._about.layout if self._about is not None else None,
         )
         self._hosts.post(_end_key(self._round.number, self._hosts.node), left)
@@ -282,12 +286,12 @@ class NodeRounds:
                 self._hosts.posted(_end_key(round_.number, member.node), EndPost) for member in round_.members
             ):
                 time.sleep(_APART)
-            found = self._root_cause(replace(round_, number=round_.number + 1, members=()))
-            if found is not None:
+            cause = self._root_cause(replace(round_, number=round_.number + 1, members=()))
+            if cause is not None:
                 # Print it only if the job was restarted or interrupted: otherwise, and for a command, the final error
                 # says it all.
                 interrupted = self._signals is not None and self._signals.number is not None
-                self._tell(found[0], aloud=self._known is not None and (round_.number > 0 or interrupted))
+                self._tell(cause[0], aloud=self._known is not None and (round_.number > 0 or interrupted))
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _word(self) -> Mapping[str, Any]:
@@ -295,31 +299,31 @@ class NodeRounds:
         watch = self._watch
         if watch is None:
             return {}
-        ranks = tuple(replace(each, moved_at=self._began + each.moved_at) for each in watch.last)
+        ranks = tuple(replace(progress, moved_at=self._began + progress.moved_at) for progress in watch.last)
         return {"ranks": ranks, "entered": watch.entered}
 
     def _elsewhere(self) -> OtherHosts:
         """Return the status of other hosts' ranks from their heartbeats; the watchdog judges all ranks together."""
-        said = self._hosts.heartbeat.said.values()
+        statuses = self._hosts.heartbeat.said.values()
         return OtherHosts(
-            ranks=[rank for status in said for rank in status.ranks],
-            entered={rank: counts for status in said for rank, counts in status.entered.items()},
+            ranks=[rank for status in statuses for rank in status.ranks],
+            entered={rank: counts for status in statuses for rank, counts in status.entered.items()},
         )
 
     def _root_cause(self, round_: HostRound) -> tuple[Fault, float, int] | None:
         """Find what ended the previous round; None if nothing failed, as when a host has joined."""
         before = round_.number - 1
-        known = self._hosts.posted(round_key(before), RoundPost)
-        if known is None:
+        round_post = self._hosts.posted(round_key(before), RoundPost)
+        if round_post is None:
             return None
         here = {member.agent for member in round_.members}
         ranks: dict[int, Sequence[int]] = {}
-        for member in known.members:
+        for member in round_post.members:
             post = self._hosts.posted(_ranks_key(before, member.node), RanksPost)
             ranks[member.node] = post.ranks if post is not None else ()
         lefts: list[tuple[tuple[bool, bool, float], str, RanksEnded, EndPost]] = []
         done = 0
-        for member in known.members:
+        for member in round_post.members:
             left = self._hosts.posted(_end_key(before, member.node), EndPost)
             if left is None and member.agent not in here and here:
                 left = self._lost(member, ranks[member.node])
@@ -331,7 +335,7 @@ class NodeRounds:
                 lefts.append(((why.follows, not left.lost, why.at), member.name, why, left))
         if not lefts:
             return None
-        _, host, why, left = min(lefts, key=lambda each: each[0])
+        _, host, why, left = min(lefts, key=lambda left_: left_[0])
         fault = Fault(
             round=before,
             rank=why.rank,
@@ -340,15 +344,15 @@ class NodeRounds:
             reason=why.reason,
             step=left.step,
             at=datetime.fromtimestamp(why.at, UTC).isoformat(timespec="milliseconds"),
-            processes=sum(len(each) for each in ranks.values()),
-            layout=next((each.layout for *_, each in lefts if each.layout), ""),
+            processes=sum(len(of_node) for of_node in ranks.values()),
+            layout=next((left_host.layout for *_, left_host in lefts if left_host.layout), ""),
         )
         return fault, left.moment or why.at, done
 
     def _new(self, round_: HostRound) -> Sequence[str]:
         """Return the hosts of a round that were not in the previous one."""
-        known = self._hosts.posted(round_key(round_.number - 1), RoundPost)
-        before = {member.node for member in known.members} if known is not None else set[int]()
+        post = self._hosts.posted(round_key(round_.number - 1), RoundPost)
+        before = {member.node for member in post.members} if post is not None else set[int]()
         return [member.name for member in round_.members if member.node not in before]
 
     def _lost(self, member: RoundMember, had: Sequence[int]) -> EndPost:
@@ -356,14 +360,14 @@ class NodeRounds:
         status = self._hosts.posted(f"alive/{member.node}", HostStatus)
         ranks = status.ranks if status is not None and status.agent == member.agent else ()
         now = time.time()
-        moment = max((each.moved_at for each in ranks), default=now)
+        moment = max((rank.moved_at for rank in ranks), default=now)
         moment = moment if 0 <= moment <= now else now
         return EndPost(
             why=RanksEnded(rank=min(had, default=-1), reason="its host is gone", at=moment),
             lost=True,
-            step=max((each.step for each in ranks), default=-1),
+            step=max((rank.step for rank in ranks), default=-1),
             moment=moment,
-            done=max((each.done for each in ranks), default=0),
+            done=max((rank.done for rank in ranks), default=0),
             layout=None,
         )
 

@@ -48,7 +48,7 @@ def to_serve_at(spec: NodeSpec, resolved: str) -> str:
     if _is_meant(spec.address) or spec.most == 1 or not is_loopback(resolved):
         return resolved
     towards = _towards(spec.hosts[: spec.node_rank] + spec.hosts[spec.node_rank + 1 :])
-    address = next((each for each in towards if not is_loopback(each)), None)
+    address = next((toward for toward in towards if not is_loopback(toward)), None)
     if address is not None:
         return address
     raise UserError(
@@ -67,7 +67,7 @@ def to_meet_at(named: str, others: Iterable[str]) -> str:
     if _is_meant(named) or not is_loopback(resolved):
         return named
     towards = list(_towards(others))
-    address = next((each for each in towards if not is_loopback(each)), None)
+    address = next((toward for toward in towards if not is_loopback(toward)), None)
     if address is not None:
         return address
     if towards:  # all hosts resolve to this machine

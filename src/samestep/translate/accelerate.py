@@ -76,21 +76,23 @@ class ReadAccelerate(ConfigReader):
 
     title = "an accelerate YAML"
 
-    def recognises(self, given: Any) -> bool:
-        return has_any(given, ("distributed_type", "compute_environment"))
+    def recognises(self, content: Any) -> bool:
+        return has_any(content, ("distributed_type", "compute_environment"))
 
-    def read(self, given: Any, asked: GivenSizes) -> Draft:
+    def read(self, content: Any, user_sizes: GivenSizes) -> Draft:
         draft = Draft()
-        keys = SectionKeys(given, draft)
+        keys = SectionKeys(content, draft)
         kind = str(keys.take("distributed_type") or "NO")
         if kind not in (*KINDS, *_KINDS_OF_SAGEMAKER) and not replicates(kind):
             raise UserError(f"distributed_type is {kind}; use {', '.join(KINDS)} or MULTI_GPU")
         if keys.word("compute_environment", ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")) == "AMAZON_SAGEMAKER":
             draft.remark("compute_environment", "AMAZON_SAGEMAKER", "a distribution dictionary can be translated")
         processes = keys.whole("num_processes", least=-1)  # -1: given at the start
-        if processes is not None and processes > 0 and asked.processes not in (None, processes):
-            raise UserError(f"num_processes is {processes}, and --processes says {asked.processes}; give one of them")
-        processes = asked.processes or (processes if processes and processes > 0 else None)
+        if processes is not None and processes > 0 and user_sizes.processes not in (None, processes):
+            raise UserError(
+                f"num_processes is {processes}, and --processes says {user_sizes.processes}; give one of them"
+            )
+        processes = user_sizes.processes or (processes if processes and processes > 0 else None)
         hosts = keys.whole("num_machines") or 1
         if processes and processes % hosts:
             raise UserError(f"num_processes is {processes}, which {hosts} machines (num_machines) don't share evenly")
@@ -102,13 +104,13 @@ class ReadAccelerate(ConfigReader):
         if keys.switch("use_cpu") or kind == "MULTI_CPU":
             draft.set("run.device", "cpu")
         _compile(keys, draft)
-        if asked.batch:
-            draft.set("recipe.batch", asked.batch)
+        if user_sizes.batch:
+            draft.set("recipe.batch", user_sizes.batch)
         else:
             draft.remark("recipe.batch", None, "not in the file: the script's batch of a rank x ranks x accumulation")
         for name in ("fsdp_config", "deepspeed_config", "megatron_lm_config"):
             keys.section(name).leave({}, f"distributed_type is {kind}, so it counts for nothing")
-        keys.leave({**_REASONS, **{k: "for TPUs" for k in given if str(k).startswith("tpu")}}, "no counterpart")
+        keys.leave({**_REASONS, **{k: "for TPUs" for k in content if str(k).startswith("tpu")}}, "no counterpart")
         return draft
 
 
@@ -126,12 +128,12 @@ def _read_fsdp(keys: SectionKeys, draft: Draft, hosts: int) -> Sizes:
     fsdp = fsdp_keys(keys.take("fsdp_config"))
     section = SectionKeys(fsdp, draft, "fsdp_config")
     names = ("fsdp_reshard_after_forward",) if is_fsdp2(fsdp) else _SHARDING
-    asked = {name: section.take(name) for name in names}
-    zero, hybrid = sharding_of({**fsdp, **asked})
+    settings = {name: section.take(name) for name in names}
+    zero, hybrid = sharding_of({**fsdp, **settings})
     if hybrid and hosts == 1:
         hybrid = False
-        given = next(value for value in asked.values() if value is not None)
-        draft.remark("fsdp_config.fsdp_sharding_strategy", given, "one machine, over which all is sharded")
+        strategy = next(value for value in settings.values() if value is not None)
+        draft.remark("fsdp_config.fsdp_sharding_strategy", strategy, "one machine, over which all is sharded")
     offload = ["parameters"] if section.switch("fsdp_offload_params") else []
     options = {"recompute": "full"} if section.switch("fsdp_activation_checkpointing") else {}
     if section.switch("fsdp_activation_checkpointing_offload"):
@@ -210,9 +212,9 @@ def _parallelism(keys: SectionKeys, draft: Draft, sizes: Sizes) -> Sizes:
     section = SectionKeys(short, draft, "parallelism_config")
     if not section:
         return sizes
-    asked = {axis: section.whole(key) or 1 for key, axis in AXES.items()}
-    shard, replicate = asked["shard"], asked["replicate"]
-    context, heads = asked["context"], section.whole("sp_size") or 1
+    of_axes = {axis: section.whole(key) or 1 for key, axis in AXES.items()}
+    shard, replicate = of_axes["shard"], of_axes["replicate"]
+    context, heads = of_axes["context"], section.whole("sp_size") or 1
     if context > 1 and heads > 1:
         raise UserError(f"parallelism_config: cp_size is {context} and sp_size is {heads}; one of them must be 1")
     zero = sizes.zero if shard > 1 else 0
@@ -223,7 +225,7 @@ def _parallelism(keys: SectionKeys, draft: Draft, sizes: Sizes) -> Sizes:
         data=shard if zero else shard * replicate,
         zero=zero,
         context=max(context, heads),
-        tensor=asked["tensor"],
+        tensor=of_axes["tensor"],
     )
 
 
@@ -238,13 +240,13 @@ def _filled(sizes: Sizes, processes: int | None) -> Sizes:
 
 
 def _precision(keys: SectionKeys, draft: Draft) -> None:
-    asked = keys.take("mixed_precision")
-    if asked is not None:
+    setting = keys.take("mixed_precision")
+    if setting is not None:
         keys.remark("fp16", "the key of older files; mixed_precision says it")
-    given = precision_of(asked, fp16=keys.switch("fp16"))
-    if given in ("bf16", "fp16"):
-        draft.set("recipe.precision", given)
-    elif given == "fp8":
+    precision = precision_of(setting, fp16=keys.switch("fp16"))
+    if precision in ("bf16", "fp16"):
+        draft.set("recipe.precision", precision)
+    elif precision == "fp8":
         draft.set("recipe.precision", "bf16", "the source says fp8, which there is not")
 
 
@@ -265,7 +267,7 @@ class WriteAccelerate(ConfigWriter):
     """Writes a job as an accelerate YAML."""
 
     def write(self, job: Job, layout: Layout) -> Written:
-        remarks, said = list[str](), set(_SAID)
+        remarks, expressed = list[str](), set(_SAID)
         config: dict[str, Any] = {
             "compute_environment": "LOCAL_MACHINE",
             "distributed_type": "NO",
@@ -276,11 +278,11 @@ class WriteAccelerate(ConfigWriter):
         }
         if job.recipe.precision == "fp64":
             remarks.append("recipe.precision = fp64: accelerate has none; the script would make a float64 model")
-        config |= _kind(job, layout, remarks, said)
+        config |= _kind(job, layout, remarks, expressed)
         if job.run.compile:
             config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
         _options(layout, config["distributed_type"], remarks)
-        remarks += unsaid(job, said)
+        remarks += unsaid(job, expressed)
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         comments = [f"# - {' '.join(remark.split())}" for remark in remarks]
         if comments:
@@ -288,17 +290,17 @@ class WriteAccelerate(ConfigWriter):
         return Written(text=text)
 
 
-def _kind(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dict[str, Any]:
+def _kind(job: Job, layout: Layout, remarks: list[str], expressed: set[str]) -> dict[str, Any]:
     """The `distributed_type` and its section: Megatron-LM for pipelines, DeepSpeed for ZeRO-1 and disks, or FSDP2."""
     if layout.size == 1:
         return {}
     if layout.pipeline > 1:
-        return _written_megatron(job, layout, remarks, said)
+        return _written_megatron(job, layout, remarks, expressed)
     sharded = layout.zero == 1 or (
         layout.zero and any(layout.offloads(name) for name in ("optimizer", "optimizer-disk"))
     )
     if sharded and layout.tensor * layout.context == 1:
-        return _written_deepspeed(job, layout, remarks, said)
+        return _written_deepspeed(job, layout, remarks, expressed)
     if sharded:
         remarks.append(
             f'run.layout "{layout}": ZeRO-1 and offloads of the optimizer are DeepSpeed\'s, without cp and tp'
@@ -333,9 +335,9 @@ def _written_fsdp(layout: Layout, remarks: list[str]) -> dict[str, Any]:
     return config
 
 
-def _written_deepspeed(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dict[str, Any]:
+def _written_deepspeed(job: Job, layout: Layout, remarks: list[str], expressed: set[str]) -> dict[str, Any]:
     micro = micro_batch_of(job, layout)
-    said |= {"recipe.clip", "run.offload_folder"}
+    expressed |= {"recipe.clip", "run.offload_folder"}
     zero: dict[str, Any] = {
         "zero_stage": layout.zero,
         "gradient_accumulation_steps": job.recipe.batch // (micro * layout.data_ranks),
@@ -352,8 +354,8 @@ def _written_deepspeed(job: Job, layout: Layout, remarks: list[str], said: set[s
     return {"distributed_type": "DEEPSPEED", "deepspeed_config": zero}
 
 
-def _written_megatron(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dict[str, Any]:
-    said |= {"recipe.clip", "run.micro_batch"}
+def _written_megatron(job: Job, layout: Layout, remarks: list[str], expressed: set[str]) -> dict[str, Any]:
+    expressed |= {"recipe.clip", "run.micro_batch"}
     samples = -(-job.recipe.batch // layout.data_ranks)
     remarks.append(
         f"run.layout pp{layout.pipeline}: Megatron-LM has models of its own (BERT, GPT, T5), and no others"
@@ -376,17 +378,17 @@ def _written_megatron(job: Job, layout: Layout, remarks: list[str], said: set[st
 
 def _options(layout: Layout, kind: str, remarks: list[str]) -> None:
     """Add a remark for each option of the layout for which this `distributed_type` has no key."""
-    known = {
+    expressed = {
         "FSDP": {"recompute=full", "offload=parameters", "attention=ring"},
         "DEEPSPEED": {"offload=optimizer", "offload=optimizer-disk"},
         "MEGATRON_LM": {"recompute=selective", "sequence=split", "schedule=1f1b"},
     }.get(kind, set())
     plain = Layout()
     for option in ("schedule", "recompute", "sequence", "attention", "balance", "order"):
-        if (value := getattr(layout, option)) != getattr(plain, option) and f"{option}={value}" not in known:
+        if (value := getattr(layout, option)) != getattr(plain, option) and f"{option}={value}" not in expressed:
             remarks.append(f"run.layout {option}={value}: no key of {kind} says it")
     for value in layout.offload.split("+"):
-        if value != "none" and f"offload={value}" not in known:
+        if value != "none" and f"offload={value}" not in expressed:
             remarks.append(f"run.layout offload={value}: no key of {kind} says it")
     if layout.stages_a_rank > 1 and layout.pipeline > 1:
         remarks.append(f"run.layout stages={layout.stages_a_rank}: no key of {kind} says it")

@@ -55,14 +55,14 @@ def text_of(sizes: Sizes) -> str:
 
 def _together(offloads: Collection[str]) -> list[str]:
     """Remove implied offloads: those of parameters include the optimizer's, and those to disk replace memory's."""
-    wanted = set(offloads)
-    if "parameters-disk" in wanted:
-        wanted -= {"parameters"}
-    if {"parameters", "parameters-disk"} & wanted:
-        wanted -= {"optimizer", "optimizer-disk"}
-    if "optimizer-disk" in wanted:
-        wanted -= {"optimizer"}
-    return [name for name in _ORDER_OF_OFFLOADS if name in wanted]
+    all_offloads = set(offloads)
+    if "parameters-disk" in all_offloads:
+        all_offloads -= {"parameters"}
+    if {"parameters", "parameters-disk"} & all_offloads:
+        all_offloads -= {"optimizer", "optimizer-disk"}
+    if "optimizer-disk" in all_offloads:
+        all_offloads -= {"optimizer"}
+    return [name for name in _ORDER_OF_OFFLOADS if name in all_offloads]
 
 
 # The task of a translated job, which no other tool's configuration names.
@@ -206,10 +206,10 @@ class SectionKeys:
         value = self.take(key)
         if value is None:
             return None
-        found = switch_of(value)
-        if found is None:
+        switched = switch_of(value)
+        if switched is None:
             raise self._wrong(key, value, "true or false")
-        return found
+        return switched
 
     def word(self, key: str, choices: Collection[str]) -> str | None:
         """Read one of several words in any case; returns it as written in `choices`."""
@@ -245,8 +245,8 @@ class SectionKeys:
         for key in list(self._left):
             self.remark(key, reasons.get(key, otherwise))
 
-    def _wrong(self, key: str, value: Any, wanted: str) -> UserError:
-        return UserError(f"{self.place(key)} is {shown(value)}; it should be {wanted}")
+    def _wrong(self, key: str, value: Any, expected: str) -> UserError:
+        return UserError(f"{self.place(key)} is {shown(value)}; it should be {expected}")
 
 
 def _number(value: Any) -> float | None:
@@ -282,11 +282,11 @@ class ConfigReader(ABC):
     title: str  # name of such a file in messages and comments
 
     @abstractmethod
-    def recognises(self, given: Any) -> bool:
+    def recognises(self, content: Any) -> bool:
         """Whether a file's content is of this format: its parsed value (a dictionary, say), or its text."""
 
     @abstractmethod
-    def read(self, given: Any, asked: GivenSizes) -> Draft:
+    def read(self, content: Any, user_sizes: GivenSizes) -> Draft:
         """Read the content. Raises UserError for values that are wrong or contradict each other."""
 
 

@@ -86,14 +86,14 @@ class ReadDeepSpeed(ConfigReader):
 
     title = "a DeepSpeed JSON"
 
-    def recognises(self, given: Any) -> bool:
-        return has_any(given, _ITS_KEYS)
+    def recognises(self, content: Any) -> bool:
+        return has_any(content, _ITS_KEYS)
 
-    def read(self, given: Any, asked: GivenSizes) -> Draft:
+    def read(self, content: Any, user_sizes: GivenSizes) -> Draft:
         draft = Draft()
-        keys = SectionKeys(given, draft)
+        keys = SectionKeys(content, draft)
         sizes = _sizes(keys, draft)
-        data = read_batch(keys, draft, sizes, asked)
+        data = read_batch(keys, draft, sizes, user_sizes)
         draft.set_layout(
             Sizes(**{**vars(sizes), "data": data}),
             "" if data else "the file doesn't say how many ranks; --processes of translate, train or torchrun does",
@@ -167,19 +167,19 @@ def _zero(keys: SectionKeys, draft: Draft) -> tuple[int, list[str]]:
     return stage, offload
 
 
-def read_batch(keys: SectionKeys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> int | None:
+def read_batch(keys: SectionKeys, draft: Draft, sizes: Sizes, user_sizes: GivenSizes) -> int | None:
     """Set batch and micro-batch size; returns the number of data ranks, or None if it is not known.
 
     DeepSpeed requires train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks.
     Raises UserError for numbers that contradict this.
     """
     batch, micro, accumulation = (keys.whole(name) for name in SIZES)
-    if asked.batch is not None and batch not in (None, asked.batch):
-        raise UserError(f"train_batch_size is {batch}, and --batch says {asked.batch}; give one of them")
-    batch = batch or asked.batch
+    if user_sizes.batch is not None and batch not in (None, user_sizes.batch):
+        raise UserError(f"train_batch_size is {batch}, and --batch says {user_sizes.batch}; give one of them")
+    batch = batch or user_sizes.batch
     # Where two of the three are left out, DeepSpeed accumulates nothing.
     steps = accumulation or (None if batch and micro else 1)
-    batch, micro, _, data = solved(batch, micro, steps, _data_ranks(sizes, asked), _contradiction)
+    batch, micro, _, data = solved(batch, micro, steps, _data_ranks(sizes, user_sizes), _contradiction)
     if batch:
         draft.set("recipe.batch", batch, "of all ranks")
     else:
@@ -196,14 +196,14 @@ def read_batch(keys: SectionKeys, draft: Draft, sizes: Sizes, asked: GivenSizes)
     return data
 
 
-def _data_ranks(sizes: Sizes, asked: GivenSizes) -> int | None:
-    if asked.processes is None:
+def _data_ranks(sizes: Sizes, user_sizes: GivenSizes) -> int | None:
+    if user_sizes.processes is None:
         return None
-    if asked.processes % sizes.model:
+    if user_sizes.processes % sizes.model:
         raise UserError(
-            f"--processes is {asked.processes}, and the model is split over {sizes.model}; use a multiple"
+            f"--processes is {user_sizes.processes}, and the model is split over {sizes.model}; use a multiple"
         )
-    return asked.processes // sizes.model
+    return user_sizes.processes // sizes.model
 
 
 def _contradiction(batch: int, micro: int | None, accumulation: int | None, data: int | None) -> UserError:
@@ -224,11 +224,11 @@ def _contradiction(batch: int, micro: int | None, accumulation: int | None, data
 
 
 def _clip(keys: SectionKeys, draft: Draft) -> None:
-    given = "gradient_clipping" in keys
+    is_set = "gradient_clipping" in keys
     clip = keys.number("gradient_clipping")
     if clip:
         draft.set("recipe.clip", clip)
-    elif not given:
+    elif not is_set:
         draft.remark(
             "gradient_clipping",
             None,
@@ -241,10 +241,10 @@ def _read_precision(keys: SectionKeys, draft: Draft) -> None:
     fp16 = keys.enabled("fp16")
     bf16 = keys.enabled(bf16_key(keys))
     autocast = keys.enabled("torch_autocast")
-    asked = precision_of({"fp16": {"enabled": bool(fp16)}, "bf16": {"enabled": bool(bf16)}})
+    precision = precision_of({"fp16": {"enabled": bool(fp16)}, "bf16": {"enabled": bool(bf16)}})
     why = "DeepSpeed's parameters are in {} with float32 copies; here they are float32, and matrix products in {}"
-    if asked in ("fp16", "bf16"):
-        draft.set("recipe.precision", asked, why.format(asked, asked))
+    if precision in ("fp16", "bf16"):
+        draft.set("recipe.precision", precision, why.format(precision, precision))
     if autocast:
         dtype = autocast.word("dtype", ("bfloat16", "float16", "torch.bfloat16", "torch.float16"))
         draft.set("recipe.precision", "fp16" if dtype in ("float16", "torch.float16") else "bf16")
@@ -278,15 +278,15 @@ class WriteDeepSpeed(ConfigWriter):
 
     def write(self, job: Job, layout: Layout) -> Written:
         recipe, remarks = job.recipe, list[str]()
-        said = set(_SAID)
+        expressed = set(_SAID)
         config = _batch(job, layout)
         config |= written_optimizer(recipe, remarks)
-        config |= written_schedule(recipe, remarks, said)
+        config |= written_schedule(recipe, remarks, expressed)
         config["gradient_clipping"] = recipe.clip or 0.0  # without the key, DeepSpeed would clip to 1.0
         config |= _written_precision(recipe, remarks)
-        config |= _layout(job, layout, remarks, said)
+        config |= _layout(job, layout, remarks, expressed)
         config["tensorboard"] = {"enabled": job.run.tensorboard is not False}
-        remarks += unsaid(job, said)
+        remarks += unsaid(job, expressed)
         return Written(text=json.dumps(config, indent=2) + "\n", remarks=remarks)
 
 
@@ -304,10 +304,12 @@ def micro_batch_of(job: Job, layout: Layout) -> int:
             "DeepSpeed wants train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data "
             f"ranks, so use {' or '.join(map(str, near))}"
         )
-    wanted = job.run.micro_batch or samples
+    micro_batch = job.run.micro_batch or samples
     if job.run.micro_batch is None and layout.pipeline > 1:
-        wanted = max(1, samples // (2 * layout.pipeline))  # as many micro-batches as samestep's default for pipelines
-    return max(size for size in divisors(samples) if size <= wanted)
+        micro_batch = max(
+            1, samples // (2 * layout.pipeline)
+        )  # as many micro-batches as samestep's default for pipelines
+    return max(size for size in divisors(samples) if size <= micro_batch)
 
 
 def _batch(job: Job, layout: Layout) -> dict[str, Any]:
@@ -329,7 +331,7 @@ def _written_precision(recipe: Recipe, remarks: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _layout(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dict[str, Any]:
+def _layout(job: Job, layout: Layout, remarks: list[str], expressed: set[str]) -> dict[str, Any]:
     config: dict[str, Any] = {}
     zero: dict[str, Any] = {"stage": layout.zero}
     if layout.zero and layout.replicate > 1:
@@ -337,7 +339,7 @@ def _layout(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dic
             f"run.layout dp{layout.replicate}: DeepSpeed shards over all {layout.data_ranks} data ranks, and has no "
             "replicas of the shards"
         )
-    zero |= _offload(job, layout, remarks, said)
+    zero |= _offload(job, layout, remarks, expressed)
     config["zero_optimization"] = zero
     if layout.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": layout.tensor}
@@ -367,17 +369,17 @@ def _layout(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dic
     return config
 
 
-def _offload(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dict[str, Any]:
+def _offload(job: Job, layout: Layout, remarks: list[str], expressed: set[str]) -> dict[str, Any]:
     """ZeRO's sections of offloads; ZeRO can only offload what it shards, and the rest gets a remark."""
-    wanted = set(layout.offload.split("+")) - {"none", "activations"}
-    if not wanted:
+    offloads = set(layout.offload.split("+")) - {"none", "activations"}
+    if not offloads:
         return {}
     if layout.zero == 0:
         remarks.append(f"run.layout offload={layout.offload}: DeepSpeed offloads what ZeRO shards; use zero1xN")
         return {}
     place: dict[str, str] = {"device": "cpu"}
-    if {"optimizer-disk", "parameters-disk"} & wanted:
-        said.add("run.offload_folder")
+    if {"optimizer-disk", "parameters-disk"} & offloads:
+        expressed.add("run.offload_folder")
         folder = str(job.run.offload_folder) if job.run.offload_folder else "/local_nvme"
         if job.run.offload_folder is None:
             remarks.append("run.offload_folder = null: DeepSpeed wants a folder; write yours for /local_nvme")

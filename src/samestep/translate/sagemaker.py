@@ -52,24 +52,28 @@ class ReadSageMaker(ConfigReader):
 
     title = "a SageMaker distribution dictionary"
 
-    def recognises(self, given: Any) -> bool:
-        return has_any(given, ("distribution", "smdistributed", *_LAUNCHERS))
+    def recognises(self, content: Any) -> bool:
+        return has_any(content, ("distribution", "smdistributed", *_LAUNCHERS))
 
-    def read(self, given: Any, asked: GivenSizes) -> Draft:
+    def read(self, content: Any, user_sizes: GivenSizes) -> Draft:
         draft = Draft()
-        keys = SectionKeys(given, draft)
+        keys = SectionKeys(content, draft)
         if "distribution" in keys:
             outer = keys
             keys = keys.section("distribution")
             outer.leave({}, "the estimator's own")
-        if asked.batch:
-            draft.set("recipe.batch", asked.batch)
+        if user_sizes.batch:
+            draft.set("recipe.batch", user_sizes.batch)
         smd = keys.section("smdistributed")
         data, model = smd.enabled("dataparallel"), smd.enabled("modelparallel")
         if data and model:
             raise UserError("smdistributed.dataparallel and smdistributed.modelparallel are both enabled; one can be")
         data.leave({}, "of SageMaker's own all-reduce, which the backend smddp does")
-        sizes = _model_parallel(model.section("parameters"), draft, asked) if model else Sizes(data=asked.processes)
+        sizes = (
+            _model_parallel(model.section("parameters"), draft, user_sizes)
+            if model
+            else Sizes(data=user_sizes.processes)
+        )
         model.leave({}, _OTHERWISE)
         smd.leave({}, _OTHERWISE)
         _launchers(keys, draft)
@@ -93,7 +97,7 @@ def _launchers(keys: SectionKeys, draft: Draft) -> None:
         section.leave({}, "who starts the ranks says it")
 
 
-def _model_parallel(keys: SectionKeys, draft: Draft, asked: GivenSizes) -> Sizes:
+def _model_parallel(keys: SectionKeys, draft: Draft, user_sizes: GivenSizes) -> Sizes:
     """Read the sizes and options of smdistributed.modelparallel."""
     pipeline = _either(keys, "pipeline_parallel_degree", "partitions") or 1
     tensor = keys.whole("tensor_parallel_degree") or 1
@@ -109,7 +113,7 @@ def _model_parallel(keys: SectionKeys, draft: Draft, asked: GivenSizes) -> Sizes
         zero=1 if keys.switch("shard_optimizer_state") else 0,
         offload=["activations"] if offload else [],
     )
-    sizes = _shards(keys, sizes, _data_ranks(keys, draft, sizes, asked))
+    sizes = _shards(keys, sizes, _data_ranks(keys, draft, sizes, user_sizes))
     if order := _order(keys, sizes):
         options["order"] = order
     _precision(keys, draft)
@@ -122,10 +126,10 @@ def _model_parallel(keys: SectionKeys, draft: Draft, asked: GivenSizes) -> Sizes
 
 def _either(keys: SectionKeys, *names: str) -> int | None:
     """Read a size that has several names. Raises UserError if they have different values."""
-    found = {name: size for name in names if (size := keys.whole(name)) is not None}
-    if len(set(found.values())) > 1:
-        raise UserError(" and ".join(f"{name} is {size}" for name, size in found.items()) + "; they mean the same")
-    return next(iter(found.values()), None)
+    sizes = {name: size for name in names if (size := keys.whole(name)) is not None}
+    if len(set(sizes.values())) > 1:
+        raise UserError(" and ".join(f"{name} is {size}" for name, size in sizes.items()) + "; they mean the same")
+    return next(iter(sizes.values()), None)
 
 
 def _pipeline(keys: SectionKeys, draft: Draft, pipeline: int) -> dict[str, str]:
@@ -142,19 +146,19 @@ def _pipeline(keys: SectionKeys, draft: Draft, pipeline: int) -> dict[str, str]:
     return options
 
 
-def _data_ranks(keys: SectionKeys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> int | None:
+def _data_ranks(keys: SectionKeys, draft: Draft, sizes: Sizes, user_sizes: GivenSizes) -> int | None:
     """The number of data ranks: 1 without replicas, else from the number of processes; None if that is not known."""
     replicas = keys.switch("ddp") or keys.switch("horovod")
-    if asked.processes is None:
+    if user_sizes.processes is None:
         # Version 1.x has replicas if they are switched on; 2.x, which has no pipelines, always has them.
         first_version = "partitions" in keys or "pipeline_parallel_degree" in keys
         shares = sizes.zero or "sharded_data_parallel_degree" in keys
         return 1 if first_version and not replicas and not shares else None
-    if asked.processes % sizes.model:
+    if user_sizes.processes % sizes.model:
         raise UserError(
-            f"--processes is {asked.processes}, and the model is split over {sizes.model}; use a multiple"
+            f"--processes is {user_sizes.processes}, and the model is split over {sizes.model}; use a multiple"
         )
-    return asked.processes // sizes.model
+    return user_sizes.processes // sizes.model
 
 
 def _shards(keys: SectionKeys, sizes: Sizes, data: int | None) -> Sizes:
@@ -175,12 +179,12 @@ def _shards(keys: SectionKeys, sizes: Sizes, data: int | None) -> Sizes:
 
 def _order(keys: SectionKeys, sizes: Sizes) -> str | None:
     """The order of the mesh axes over the ranks; None if only one axis is split, where all orders are the same."""
-    given = keys.take("placement_strategy")
-    letters = str(given if given is not None else "cluster")
+    strategy = keys.take("placement_strategy")
+    letters = str(strategy if strategy is not None else "cluster")
     letters = _PLACEMENTS.get(letters.lower(), letters.upper())
     if sorted(letters) != sorted(_PLACED):
         raise UserError(
-            f"{keys.place('placement_strategy')} is {given!r}; use cluster, spread or an order of the letters "
+            f"{keys.place('placement_strategy')} is {strategy!r}; use cluster, spread or an order of the letters "
             "D, P and T"
         )
     split = (sizes.data != 1 or sizes.replicas != 1) + (sizes.pipeline > 1) + (sizes.tensor * sizes.context > 1)

@@ -29,13 +29,13 @@ class ReadTorchrun(ConfigReader):
 
     title = "a torchrun command"
 
-    def recognises(self, given: Any) -> bool:
-        return isinstance(given, str) and calls_launcher(given)
+    def recognises(self, content: Any) -> bool:
+        return isinstance(content, str) and calls_launcher(content)
 
-    def read(self, given: Any, asked: GivenSizes) -> Draft:
-        if not isinstance(given, str):
+    def read(self, content: Any, user_sizes: GivenSizes) -> Draft:
+        if not isinstance(content, str):
             raise UserError("a command of words is wanted, such as torchrun --nproc-per-node=2 train.py")
-        lines = _lines(given)
+        lines = _lines(content)
         launches = [line for line in lines if _is_launch(line)]
         if len(launches) != 1:
             raise UserError(f"{len(launches)} lines call {' or '.join(_LAUNCHERS)}; one is wanted")
@@ -46,11 +46,13 @@ class ReadTorchrun(ConfigReader):
         words = _variables(launches[0], draft)
         options, plain = _parse(words)
         processes = _processes(options, draft)
-        if processes and asked.processes not in (None, processes):
-            raise UserError(f"the command starts {processes} ranks, and --processes says {asked.processes}")
-        draft.set_layout(Sizes(data=asked.processes or processes), "replicas, as DistributedDataParallel has them")
-        if asked.batch:
-            draft.set("recipe.batch", asked.batch)
+        if processes and user_sizes.processes not in (None, processes):
+            raise UserError(f"the command starts {processes} ranks, and --processes says {user_sizes.processes}")
+        draft.set_layout(
+            Sizes(data=user_sizes.processes or processes), "replicas, as DistributedDataParallel has them"
+        )
+        if user_sizes.batch:
+            draft.set("recipe.batch", user_sizes.batch)
         for name, value in vars(options).items():
             if name not in (*_SCRIPT, "nnodes", "nproc_per_node") and value != getattr(plain, name):
                 draft.remark(f"--{name.replace('_', '-')}", value, _REASONS.get(name, _OTHERWISE))

@@ -114,19 +114,19 @@ def _python_literal(name: str, text: str) -> Any:
         for inner in ast.walk(value):
             if isinstance(inner, ast.Dict):
                 unique(name, [(ast.literal_eval(key) if key else "**", None) for key in inner.keys])
-        found = ast.literal_eval(value)
+        literal = ast.literal_eval(value)
     except (ValueError, TypeError, MemoryError, RecursionError):  # TypeError: a list as a key
         raise UserError(
             f"{name}: a Python dictionary that is more than a literal; write its values instead of names and calls"
         ) from None
-    refuse_no_texts(name, found)
-    return found
+    refuse_no_texts(name, literal)
+    return literal
 
 
 JOB = "job"
 
 
-def translate(words: Sequence[str], from_: str | None, to: str, asked: GivenSizes) -> Written:
+def translate(words: Sequence[str], from_: str | None, to: str, user_sizes: GivenSizes) -> Written:
     """Translate a configuration; returns the text, with remarks on what the other format can't express.
 
     Raises UserError for an unknown or ambiguous format, and for a source that can't be read or translated.
@@ -139,11 +139,11 @@ def translate(words: Sequence[str], from_: str | None, to: str, asked: GivenSize
     form = from_ or _format_of(source)
     if form == JOB and to == JOB:
         raise UserError(f"{source.name} is a job file already; use --to {' or --to '.join(WRITERS)}")
-    job, draft = (_job_of(source), None) if form == JOB else _read(form, source, asked)
+    job, draft = (_job_of(source), None) if form == JOB else _read(form, source, user_sizes)
     if to == JOB:
         assert draft is not None  # only a job file has none, and that is refused above
         return Written(text=draft.text(f"{READERS[form].title} ({source.name})"))
-    layout = Layout.parse(job.run.layout, asked.processes or job.run.processes)
+    layout = Layout.parse(job.run.layout, user_sizes.processes or job.run.processes)
     written = WRITERS[to].write(job, layout)
     remarks = [*(draft.remarks if draft else ()), *(_assumed(draft) if draft else ()), *written.remarks]
     return Written(text=written.text, remarks=remarks)
@@ -158,10 +158,10 @@ def _assumed(draft: Draft) -> list[str]:
     ]
 
 
-def _read(form: str, source: Source, asked: GivenSizes) -> tuple[Job, Draft]:
+def _read(form: str, source: Source, user_sizes: GivenSizes) -> tuple[Job, Draft]:
     """Read a source into a job. If samestep would refuse the job, adds a remark with the reason."""
     try:
-        draft = READERS[form].read(source.content, asked)
+        draft = READERS[form].read(source.content, user_sizes)
         job = draft.job()
     except UserError as error:
         raise UserError(f"{source.name}: {error}") from None
@@ -196,10 +196,10 @@ def _format_of(source: Source) -> str:
     content = source.content
     if isinstance(content, Mapping) and ("recipe" in content or "run" in content):
         return JOB
-    found = [name for name, reader in READERS.items() if reader.recognises(content)]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(reader.title for reader in READERS.values())
-    if not found:
-        raise UserError(f"{source.name} is none of these: {known}, a job file; --from says which it is meant to be")
-    raise UserError(f"{source.name} could be {' or '.join(found)}; --from says which")
+    names = [name for name, reader in READERS.items() if reader.recognises(content)]
+    if len(names) == 1:
+        return names[0]
+    titles = ", ".join(reader.title for reader in READERS.values())
+    if not names:
+        raise UserError(f"{source.name} is none of these: {titles}, a job file; --from says which it is meant to be")
+    raise UserError(f"{source.name} could be {' or '.join(names)}; --from says which")

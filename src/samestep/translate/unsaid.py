@@ -73,14 +73,14 @@ REASONS = {
 }
 
 
-def unsaid(job: Job, said: Collection[str]) -> list[str]:
+def unsaid(job: Job, expressed: Collection[str]) -> list[str]:
     """A remark for each key that differs from its default and is not in the written file."""
-    given = {"recipe": (job.recipe, Recipe(task="")), "run": (job.run, Run())}
+    sections = {"recipe": (job.recipe, Recipe(task="")), "run": (job.run, Run())}
     remarks = []
-    for section, (own, plain) in given.items():
+    for section, (own, plain) in sections.items():
         for field in fields(own):
             key, value = f"{section}.{field.name}", getattr(own, field.name)
-            if key not in said and value != getattr(plain, field.name):
+            if key not in expressed and value != getattr(plain, field.name):
                 remarks.append(f"{key} = {shown(_short(value))}: {REASONS[key]}")
     return remarks
 

@@ -124,15 +124,15 @@ class ClusterEnvironment(Protocol):
     # ones and how to use them.
     allocates: bool
 
-    def named(self, given: PlaceInputs) -> bool:
+    def named(self, inputs: PlaceInputs) -> bool:
         """Whether the user named it, such as by a hostfile."""
         ...
 
-    def there(self, given: PlaceInputs) -> bool:
+    def there(self, inputs: PlaceInputs) -> bool:
         """Whether this process's variables show that it runs in this environment."""
         ...
 
-    def find(self, given: PlaceInputs) -> FoundCluster:
+    def find(self, inputs: PlaceInputs) -> FoundCluster:
         """Find the hosts. Raises UserError with the variable or line, its value and what to use instead."""
         ...
 
@@ -156,8 +156,8 @@ def shares(world_size: int, local_size: int, nodes: int, this: int) -> list[int]
             f"there are {world_size} ranks on {nodes} hosts, and {local_size} of them on this one; they don't fit, "
             "so the launcher has not set all of these variables"
         )
-    each = [rest // others + (index < rest % others) for index in range(others)] if others else []
-    return [*each[:this], local_size, *each[this:]]
+    sizes = [rest // others + (index < rest % others) for index in range(others)] if others else []
+    return [*sizes[:this], local_size, *sizes[this:]]
 
 
 _HERE = ("localhost", "127.0.0.1", "::1")

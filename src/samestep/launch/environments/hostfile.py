@@ -25,17 +25,17 @@ class Hostfile:
     everywhere = False
     allocates = False
 
-    def named(self, given: PlaceInputs) -> bool:
-        return given.hostfile is not None
+    def named(self, inputs: PlaceInputs) -> bool:
+        return inputs.hostfile is not None
 
-    def there(self, given: PlaceInputs) -> bool:
+    def there(self, inputs: PlaceInputs) -> bool:
         return False
 
-    def find(self, given: PlaceInputs) -> FoundCluster:
+    def find(self, inputs: PlaceInputs) -> FoundCluster:
         """The hosts of the file that was named; this one is found among them by its name."""
-        assert given.hostfile is not None  # only used if the user named it
-        hosts, read = read_hostfile(given.hostfile)
-        this = which([host.name for host in hosts], given.host.name)
+        assert inputs.hostfile is not None  # only used if the user named it
+        hosts, read = read_hostfile(inputs.hostfile)
+        this = which([host.name for host in hosts], inputs.host.name)
         return FoundCluster(cluster=Cluster(place=self.name, hosts=hosts, this=this), read=read)
 
 

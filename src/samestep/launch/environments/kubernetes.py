@@ -24,28 +24,28 @@ class PyTorchJob:
     everywhere = True
     allocates = False
 
-    def named(self, given: PlaceInputs) -> bool:
+    def named(self, inputs: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: PlaceInputs) -> bool:
-        return is_pod(given.environ)
+    def there(self, inputs: PlaceInputs) -> bool:
+        return is_pod(inputs.environ)
 
-    def find(self, given: PlaceInputs) -> FoundCluster:
+    def find(self, inputs: PlaceInputs) -> FoundCluster:
         """The pods of a PyTorchJob as hosts, from what the operator sets in each of them."""
-        pod = read_pytorchjob(given.environ)
+        pod = read_pytorchjob(inputs.environ)
         if pod is None:
             raise UserError(f"a PyTorchJob's variables are wanted: {self.sign}")
-        slots, counted = _slots(pod, given)
+        slots, counted = _slots(pod, inputs)
         pods = pod.pods
         if pods is None and pod.world_size is not None:
             pods = pod.world_size // slots if counted == "listed" else pod.world_size
         if pods is None:
             raise UserError("PET_NNODES is empty; a number of pods such as 2, or a range such as 1:4, is wanted")
-        this = _number_in(given.host.name) if pod.number is None else pod.number
+        this = _number_in(inputs.host.name) if pod.number is None else pod.number
         if this is not None and this >= pods:
             name = pod.numbered_by
             raise UserError(f"{name} is {this}, and the job has {pods} pods, counted from 0; the operator sets both")
-        names = unnamed(pods, this, given.host.name)
+        names = unnamed(pods, this, inputs.host.name)
         names[0] = pod.main_address
         return FoundCluster(
             cluster=Cluster(
@@ -68,9 +68,9 @@ def _number_in(pod: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _slots(pod: PyTorchJobPod, given: PlaceInputs) -> tuple[int, Slots]:
+def _slots(pod: PyTorchJobPod, inputs: PlaceInputs) -> tuple[int, Slots]:
     """Return a pod's number of ranks: as the job says, else its accelerators or cores (torchrun's "auto")."""
-    own = given.host
+    own = inputs.host
     if isinstance(pod.processes, int):
         return pod.processes, "listed"
     if pod.processes == "gpu":
@@ -79,7 +79,7 @@ def _slots(pod: PyTorchJobPod, given: PlaceInputs) -> tuple[int, Slots]:
         return own.accelerators, "accelerators"
     if pod.processes == "cpu":
         return own.cores, "cores"
-    return given.slots
+    return inputs.slots
 
 
 _NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,51}[a-z0-9])?", re.ASCII)  # pods append "-worker-12"; 63 characters in all

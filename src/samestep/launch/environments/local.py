@@ -12,16 +12,16 @@ class ThisMachine:
     everywhere = False
     allocates = False
 
-    def named(self, given: PlaceInputs) -> bool:
+    def named(self, inputs: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: PlaceInputs) -> bool:
+    def there(self, inputs: PlaceInputs) -> bool:
         return True
 
-    def find(self, given: PlaceInputs) -> FoundCluster:
-        slots, counted = given.slots
+    def find(self, inputs: PlaceInputs) -> FoundCluster:
+        slots, counted = inputs.slots
         read = [Read(source=counted, value=str(slots))]
-        if (visible := environment.visible_devices(given.environ)) is not None:
+        if (visible := environment.visible_devices(inputs.environ)) is not None:
             read.append(Read(source=visible.variable, value=",".join(visible.devices)))
         host = Host(name="localhost", slots=slots)
         return FoundCluster(

@@ -20,19 +20,19 @@ class Lsf:
     everywhere = False
     allocates = True
 
-    def named(self, given: PlaceInputs) -> bool:
+    def named(self, inputs: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: PlaceInputs) -> bool:
-        return "LSB_JOBID" in given.environ and "LSB_MCPU_HOSTS" in given.environ
+    def there(self, inputs: PlaceInputs) -> bool:
+        return "LSB_JOBID" in inputs.environ and "LSB_MCPU_HOSTS" in inputs.environ
 
-    def find(self, given: PlaceInputs) -> FoundCluster:
+    def find(self, inputs: PlaceInputs) -> FoundCluster:
         """The hosts and slots of LSB_MCPU_HOSTS: pairs of a name and a number."""
-        read = Variables(given.environ)
+        read = Variables(inputs.environ)
         job = read.wanted("LSB_JOBID", "the job's number")
         listed = _listed(read.wanted("LSB_MCPU_HOSTS", _FORM))
-        slots, counted = given.slots
-        this = which(list(listed), given.host.name)
+        slots, counted = inputs.slots
+        this = which(list(listed), inputs.host.name)
         # LSF's slots are those requested; accelerators of all hosts are assumed to be as many as here.
         by_accelerators = counted == "accelerators" and this is not None
         return FoundCluster(

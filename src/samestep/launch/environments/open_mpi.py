@@ -24,38 +24,38 @@ class OpenMpi:
     everywhere = False
     allocates = False
 
-    def named(self, given: PlaceInputs) -> bool:
+    def named(self, inputs: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: PlaceInputs) -> bool:
-        return in_open_mpi(given.environ)
+    def there(self, inputs: PlaceInputs) -> bool:
+        return in_open_mpi(inputs.environ)
 
-    def find(self, given: PlaceInputs) -> FoundCluster:
+    def find(self, inputs: PlaceInputs) -> FoundCluster:
         """The hosts of an mpirun: its processes are agents where there is one a host, else ranks.
 
         Open MPI doesn't list the hosts, so the others stay without a name.
         """
-        found = _read(given.environ)
-        nodes = _nodes(found)
+        variables = _read(inputs.environ)
+        nodes = _nodes(variables)
         # With one process on each of several hosts, every host counts its own slots.
-        agents = found.world_size == nodes > 1
-        this = found.rank if agents else 0 if nodes == 1 else None
+        agents = variables.world_size == nodes > 1
+        this = variables.rank if agents else 0 if nodes == 1 else None
         # The first of mpirun's addresses is the one to use, unless the user has listed others before it.
-        addresses = [address for address in found.addresses if ":" not in address] if agents else []
-        names = unnamed(nodes, this, given.host.name)
+        addresses = [address for address in variables.addresses if ":" not in address] if agents else []
+        names = unnamed(nodes, this, inputs.host.name)
         if agents:
-            own, counted = given.slots
+            own, counted = inputs.slots
             slots = [own] * nodes
         else:
-            slots, counted = shares(found.world_size, found.local_world_size, nodes, this or 0), "listed"
+            slots, counted = shares(variables.world_size, variables.local_world_size, nodes, this or 0), "listed"
         return FoundCluster(
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True)),
                 this=this,
-                job=found.job,
+                job=variables.job,
             ),
-            read=found.read,
+            read=variables.read,
             slots_from=counted,
             on_every_host=agents,
             main_address=addresses[0] if len(addresses) == 1 else None,
@@ -65,24 +65,24 @@ class OpenMpi:
 
 def rendezvous_info(environ: Mapping[str, str]) -> RendezvousInfo:
     """Return where the processes of an mpirun meet: on mpirun's host, whose addresses are all known."""
-    found = _read(environ)
-    if found.job is None:
+    variables = _read(environ)
+    if variables.job is None:
         raise UserError(f"Open MPI's variables don't name the job; {TELL_US}")
-    return RendezvousInfo(job=f"open-mpi {found.job} {found.contact}", addresses=found.addresses)
+    return RendezvousInfo(job=f"open-mpi {variables.job} {variables.contact}", addresses=variables.addresses)
 
 
 def _read(environ: Mapping[str, str]) -> MpiVariables:
-    found = read_open_mpi(environ)
-    if found is None:
+    variables = read_open_mpi(environ)
+    if variables is None:
         raise UserError(f"Open MPI's variables are wanted: {OpenMpi.sign} and the others that its mpirun sets")
-    return found
+    return variables
 
 
-def _nodes(found: MpiVariables) -> int:
+def _nodes(variables: MpiVariables) -> int:
     """Return the number of hosts: from Open MPI 4's variable, else from hosts of equal size."""
-    if found.nodes is not None:
-        return found.nodes
-    world_size, local_size = found.world_size, found.local_world_size
+    if variables.nodes is not None:
+        return variables.nodes
+    world_size, local_size = variables.world_size, variables.local_world_size
     if world_size % local_size:
         raise UserError(
             f"OMPI_COMM_WORLD_SIZE is {world_size} and OMPI_COMM_WORLD_LOCAL_SIZE {local_size}; this Open MPI "

@@ -34,21 +34,23 @@ class Ray:
     everywhere = False
     allocates = False
 
-    def named(self, given: PlaceInputs) -> bool:
-        return given.ray is not None
+    def named(self, inputs: PlaceInputs) -> bool:
+        return inputs.ray is not None
 
-    def there(self, given: PlaceInputs) -> bool:
-        return bool(given.environ.get("RAY_ADDRESS"))
+    def there(self, inputs: PlaceInputs) -> bool:
+        return bool(inputs.environ.get("RAY_ADDRESS"))
 
-    def find(self, given: PlaceInputs) -> FoundCluster:
+    def find(self, inputs: PlaceInputs) -> FoundCluster:
         """The live nodes of a Ray cluster, with their GPUs as slots, or their CPUs where none has a GPU."""
-        source, address = ("--ray", given.ray) if given.ray else ("RAY_ADDRESS", given.environ.get("RAY_ADDRESS", ""))
+        source, address = (
+            ("--ray", inputs.ray) if inputs.ray else ("RAY_ADDRESS", inputs.environ.get("RAY_ADDRESS", ""))
+        )
         assert address is not None
         if importlib.util.find_spec("ray") is None:
             raise UserError(f"{source} is {address}, and Ray is not installed; use pip install ray")
         _check_answers(source, address)
         nodes = [node for node in _nodes(source, address) if node.get("Alive")]
-        accelerated = given.device != "cpu" and any(node["Resources"].get("GPU", 0) >= 1 for node in nodes)
+        accelerated = inputs.device != "cpu" and any(node["Resources"].get("GPU", 0) >= 1 for node in nodes)
         kind = "GPU" if accelerated else "CPU"
         hosts = [
             Host(name=node["NodeManagerAddress"], slots=int(node["Resources"].get(kind, 0)))
@@ -61,7 +63,7 @@ class Ray:
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(hosts),
-                this=which([host.name for host in hosts], given.host.name),
+                this=which([host.name for host in hosts], inputs.host.name),
             ),
             read=(Read(source=source, value=address), *(_read(node) for node in nodes)),
             slots_from="accelerators" if accelerated else "cores",
@@ -159,12 +161,12 @@ class AgentOnNode:
     def printed(self) -> list[tuple[int, bytes] | None]:
         """Return the new output, waiting some seconds at most; None marks the end of each stream."""
         try:
-            found = [self._printed.get(timeout=_PATIENCE)]
+            lines = [self._printed.get(timeout=_PATIENCE)]
             while not self._printed.empty():
-                found.append(self._printed.get())
+                lines.append(self._printed.get())
         except queue.Empty:
             return []
-        return found
+        return lines
 
     def ended(self) -> int:
         """Return the agent's exit code, after its streams have ended."""
@@ -210,11 +212,11 @@ def _pass_output(ray: Any, there: Any) -> None:
     """Pass the agent's output to standard output and error until both have ended."""
     ends = 0
     while ends < 2:
-        for each in ray.get(there.printed.remote()):
-            if each is None:
+        for printed in ray.get(there.printed.remote()):
+            if printed is None:
                 ends += 1
             else:
-                number, line = each
+                number, line = printed
                 os.write(number, line)
 
 

@@ -30,29 +30,29 @@ PLACES: Sequence[ClusterEnvironment] = (
 )
 
 
-def find(given: PlaceInputs, place: str | None = None) -> FoundCluster:
+def find(inputs: PlaceInputs, place: str | None = None) -> FoundCluster:
     """Find the hosts of an environment: by name, by what the user named, or the first one present.
 
     Raises UserError where two are named, where the one with that name doesn't show, or where what it offers can't be
     read.
     """
-    named = [each for each in PLACES if each.named(given)]
+    named = [place_ for place_ in PLACES if place_.named(inputs)]
     if place is not None:
-        return _found(_called(place, given, named), given)
+        return _found(_called(place, inputs, named), inputs)
     if len(named) > 1:
-        raise UserError(f"{' and '.join(each.sign for each in named)} both name hosts; leave one of them out")
-    return _found(named[0] if named else _shown(given), given)
+        raise UserError(f"{' and '.join(place_.sign for place_ in named)} both name hosts; leave one of them out")
+    return _found(named[0] if named else _shown(inputs), inputs)
 
 
-def _found(place: ClusterEnvironment, given: PlaceInputs) -> FoundCluster:
+def _found(place: ClusterEnvironment, inputs: PlaceInputs) -> FoundCluster:
     """Find the hosts of a place, and check their names and number, whatever the place has checked itself."""
-    found = place.find(given)
+    found_cluster = place.find(inputs)
     where = f"place {place.name} ({place.sign})"
-    check_count(len(found.cluster.hosts), where)
-    for index, host in enumerate(found.cluster.hosts):
-        if index != found.cluster.this and not is_unnamed(host.name):
+    check_count(len(found_cluster.cluster.hosts), where)
+    for index, host in enumerate(found_cluster.cluster.hosts):
+        if index != found_cluster.cluster.this and not is_unnamed(host.name):
             check_host(host.name, where)
-    return found
+    return found_cluster
 
 
 def check_not_alone(environ: Mapping[str, str]) -> None:
@@ -60,11 +60,11 @@ def check_not_alone(environ: Mapping[str, str]) -> None:
 
     To be called in a process that is no rank and is about to start ranks.
     """
-    given = PlaceInputs(environ=environ)
-    place = _shown(given)
+    inputs = PlaceInputs(environ=environ)
+    place = _shown(inputs)
     if not place.everywhere:
         return
-    hosts = _found(place, given).cluster.hosts
+    hosts = _found(place, inputs).cluster.hosts
     if len(hosts) > 1:
         raise UserError(
             f"this is one of {len(hosts)} hosts of a {place.name} job, which all run this command, and each would do "
@@ -74,10 +74,10 @@ def check_not_alone(environ: Mapping[str, str]) -> None:
 
 def idle_hosts(environ: Mapping[str, str]) -> str | None:
     """Return a note about allocated hosts that this process would leave idle; None if there are none."""
-    given = PlaceInputs(environ=environ)
-    place = _shown(given)
+    inputs = PlaceInputs(environ=environ)
+    place = _shown(inputs)
     try:
-        hosts = _found(place, given).cluster.hosts if place.allocates else ()
+        hosts = _found(place, inputs).cluster.hosts if place.allocates else ()
     except UserError:
         return None  # wrong variables don't matter to a training on one host
     if len(hosts) <= 1:
@@ -88,21 +88,21 @@ def idle_hosts(environ: Mapping[str, str]) -> str | None:
     )
 
 
-def _shown(given: PlaceInputs) -> ClusterEnvironment:
+def _shown(inputs: PlaceInputs) -> ClusterEnvironment:
     """Return the first environment that is present; this machine always is."""
-    return next(each for each in PLACES if each.there(given))
+    return next(place for place in PLACES if place.there(inputs))
 
 
-def _called(name: str, given: PlaceInputs, named: Sequence[ClusterEnvironment]) -> ClusterEnvironment:
+def _called(name: str, inputs: PlaceInputs, named: Sequence[ClusterEnvironment]) -> ClusterEnvironment:
     """Return the environment that --place names. Raises UserError if it isn't present, or another is named too."""
-    places = {each.name: each for each in PLACES}
+    places = {place.name: place for place in PLACES}
     if name not in places:
         raise UserError(f'--place "{name}" is not known; {closest(name, places)}')
-    other = next((each for each in named if each.name != name), None)
+    other = next((place for place in named if place.name != name), None)
     if other is not None:
         raise UserError(f'--place "{name}" and {other.sign} are two places; leave one of them out')
     chosen = places[name]
-    if not chosen.named(given) and not chosen.there(given):
-        shown = [each.name for each in PLACES if each.there(given)]
+    if not chosen.named(inputs) and not chosen.there(inputs):
+        shown = [place.name for place in PLACES if place.there(inputs)]
         raise UserError(f'--place "{name}": it needs {chosen.sign}; found here: {", ".join(shown)}')
     return chosen

@@ -13,28 +13,28 @@ class SageMaker:
     everywhere = True
     allocates = False
 
-    def named(self, given: PlaceInputs) -> bool:
+    def named(self, inputs: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: PlaceInputs) -> bool:
-        return on_sagemaker(given.environ)
+    def there(self, inputs: PlaceInputs) -> bool:
+        return on_sagemaker(inputs.environ)
 
-    def find(self, given: PlaceInputs) -> FoundCluster:
+    def find(self, inputs: PlaceInputs) -> FoundCluster:
         """The containers of SM_HOSTS, which all number alike: by length, then by name."""
-        found = read_sagemaker(given.environ)
-        if found is None:
+        variables = read_sagemaker(inputs.environ)
+        if variables is None:
             raise UserError(f"SageMaker's variables are wanted: {self.sign}")
-        accelerators = None if given.device == "cpu" else found.accelerators
-        slots = accelerators or found.cores or given.slots[0]
-        counted = "accelerators" if accelerators else "cores" if found.cores else given.slots[1]
+        accelerators = None if inputs.device == "cpu" else variables.accelerators
+        slots = accelerators or variables.cores or inputs.slots[0]
+        counted = "accelerators" if accelerators else "cores" if variables.cores else inputs.slots[1]
         return FoundCluster(
             cluster=Cluster(
                 place=self.name,
-                hosts=tuple(Host(name=name, slots=slots) for name in found.hosts),
-                this=found.hosts.index(found.current),
-                job=found.job,
+                hosts=tuple(Host(name=name, slots=slots) for name in variables.hosts),
+                this=variables.hosts.index(variables.current),
+                job=variables.job,
             ),
             slots_from=counted,
             on_every_host=True,
-            read=found.read,
+            read=variables.read,
         )

@@ -52,7 +52,7 @@ def host_names(variable: str, text: str) -> list[str]:
         plain, ranges = pieces[::2], pieces[1::2]
         if not part or any(_PLAIN.fullmatch(piece) is None for piece in plain):
             raise _wrong(variable, text, part)
-        choices = [[_range(variable, text, each) for each in piece.split(",")] for piece in ranges]
+        choices = [[_range(variable, text, piece_) for piece_ in piece.split(",")] for piece in ranges]
         check_count(len(names) + prod(sum(len(numbers) for numbers, _ in choice) for choice in choices), variable)
         for numbers in product(*map(_padded, choices)):
             name = "".join(word for pair in zip(plain, [*numbers, ""], strict=True) for word in pair)
@@ -101,24 +101,24 @@ class Slurm:
     everywhere = False
     allocates = True
 
-    def named(self, given: PlaceInputs) -> bool:
+    def named(self, inputs: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: PlaceInputs) -> bool:
-        return "SLURM_JOB_ID" in given.environ and "SLURM_JOB_NODELIST" in given.environ
+    def there(self, inputs: PlaceInputs) -> bool:
+        return "SLURM_JOB_ID" in inputs.environ and "SLURM_JOB_NODELIST" in inputs.environ
 
-    def find(self, given: PlaceInputs) -> FoundCluster:
+    def find(self, inputs: PlaceInputs) -> FoundCluster:
         """The nodes of a Slurm job, seen from sbatch or salloc, or from a task that srun started.
 
         In a step with one task a node, each task is that node's agent; else the job's node starts the others by srun.
         """
-        read = Variables(given.environ)
+        read = Variables(inputs.environ)
         job = read.wanted("SLURM_JOB_ID", "the job's number")
-        step = read_slurm_step(given.environ)
+        step = read_slurm_step(inputs.environ)
         name, names = _nodes(read, step)
         # With one task on each node, this task is the node's agent.
         agents = step is not None and step.tasks == len(names)
-        slots, counted = _slots(read, (name, names), step, agents=agents, device=given.device)
+        slots, counted = _slots(read, (name, names), step, agents=agents, device=inputs.device)
         node = read.number("SLURM_NODEID") if step is None else step.node
         if node is not None and node >= len(names):
             raise UserError(f"SLURM_NODEID is {node}, and {name} names {len(names)}; Slurm sets both")
@@ -126,7 +126,7 @@ class Slurm:
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(Host(name=host, slots=count) for host, count in zip(names, slots, strict=True)),
-                this=which(names, given.host.name) if node is None else node,
+                this=which(names, inputs.host.name) if node is None else node,
                 job=job,
             ),
             read=tuple(dict.fromkeys([*(step.read if step is not None else ()), *read.read()])),
@@ -171,8 +171,8 @@ def _slots(
     gpus = _gpus(read, len(names), step=step is not None) if device != "cpu" else None
     if gpus is not None:
         return gpus, "accelerators"
-    asked = read.first("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS")
-    if not agents and asked is not None:
+    set_tasks = read.first("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS")
+    if not agents and set_tasks is not None:
         return _for_each(read, "SLURM_TASKS_PER_NODE", len(names)), "listed"
     cores_of_a_task = slurm_cores_of_task(read)
     if agents and cores_of_a_task is not None:
@@ -202,10 +202,10 @@ def _gpus(read: Variables, nodes: int, *, step: bool) -> list[int] | None:
 def _for_each(read: Variables, name: str, nodes: int) -> list[int]:
     """Expand Slurm's number for each node, such as 2(x3),1."""
     text = read.wanted(name, SLURM_COUNTS)
-    found = slurm_counts(name, text)
-    if len(found) != nodes or 0 in found:
+    counts = slurm_counts(name, text)
+    if len(counts) != nodes or 0 in counts:
         raise UserError(f"{name} is {text!r}, which doesn't say a number for each of {nodes} nodes")
-    return found
+    return counts
 
 
 def _accelerators(read: Variables, name: str) -> int | None:
@@ -213,7 +213,7 @@ def _accelerators(read: Variables, name: str) -> int | None:
     text = read.text(name)
     if text is None:
         return None
-    numbers = [each.rpartition(":")[2] for each in text.split(",")]
+    numbers = [word.rpartition(":")[2] for word in text.split(",")]
     if not all(number.isascii() and number.isdigit() for number in numbers):
         raise UserError(f"{name} is {text!r}; a number of accelerators such as 4 or a100:4 is wanted")
     return sum(map(int, numbers))
@@ -245,10 +245,14 @@ def _gpus_of_step(specs: Sequence[NodeSpec]) -> list[str]:
     Otherwise Slurm would give each agent only one task's share; srun takes no different numbers for different nodes.
     """
     environ = environment.snapshot()
-    found = Slurm().find(PlaceInputs(environ=environ))
-    if "SLURM_GPUS_PER_TASK" not in environ or found.slots_from != "accelerators" or specs[0].ranks.device == "cpu":
+    found_cluster = Slurm().find(PlaceInputs(environ=environ))
+    if (
+        "SLURM_GPUS_PER_TASK" not in environ
+        or found_cluster.slots_from != "accelerators"
+        or specs[0].ranks.device == "cpu"
+    ):
         return []
-    there = {host.name: host.slots for host in found.cluster.hosts}
+    there = {host.name: host.slots for host in found_cluster.cluster.hosts}
     return [f"--gpus={sum(there[spec.host] for spec in specs)}"]
 
 

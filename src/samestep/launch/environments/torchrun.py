@@ -13,30 +13,35 @@ class Torchrun:
     everywhere = False
     allocates = False
 
-    def named(self, given: PlaceInputs) -> bool:
+    def named(self, inputs: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: PlaceInputs) -> bool:
-        return in_torchrun(given.environ) and "LOCAL_WORLD_SIZE" in given.environ
+    def there(self, inputs: PlaceInputs) -> bool:
+        return in_torchrun(inputs.environ) and "LOCAL_WORLD_SIZE" in inputs.environ
 
-    def find(self, given: PlaceInputs) -> FoundCluster:
+    def find(self, inputs: PlaceInputs) -> FoundCluster:
         """The ranks that torchrun has started already: hosts by the number of ranks on each."""
-        found = read_torchrun(given.environ)
-        if found is None or found.local_world_size is None or found.node is None or found.nodes is None:
+        variables = read_torchrun(inputs.environ)
+        if (
+            variables is None
+            or variables.local_world_size is None
+            or variables.node is None
+            or variables.nodes is None
+        ):
             raise UserError(f"torchrun's variables are wanted: {self.sign}")
-        names = unnamed(found.nodes, found.node, given.host.name)
-        if found.main_address is not None and found.node != 0:
-            names[0] = found.main_address
-        slots = shares(found.world_size, found.local_world_size, found.nodes, found.node)
+        names = unnamed(variables.nodes, variables.node, inputs.host.name)
+        if variables.main_address is not None and variables.node != 0:
+            names[0] = variables.main_address
+        slots = shares(variables.world_size, variables.local_world_size, variables.nodes, variables.node)
         return FoundCluster(
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True)),
-                this=found.node,
-                job=found.job,
+                this=variables.node,
+                job=variables.job,
             ),
             on_every_host=True,
-            main_address=found.main_address,
-            main_port=found.main_port,
-            read=found.read,
+            main_address=variables.main_address,
+            main_port=variables.main_port,
+            read=variables.read,
         )

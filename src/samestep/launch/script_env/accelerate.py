@@ -17,13 +17,13 @@ _NOT_THE_SCRIPTS = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 def _expected(rank: Rank) -> Expected:
     """Return torchrun's variables, and Accelerate's own from its configuration file, if there is one."""
     ranks = torch.variables(rank)
-    asked = rank.options.get("config")
-    file = Path(asked) if asked else environment.accelerate_config(rank.environ)
-    if asked and not file.is_file():
-        raise UserError(f"--engine accelerate:config={asked}: there is no such file in {Path.cwd()}")
+    config = rank.options.get("config")
+    file = Path(config) if config else environment.accelerate_config(rank.environ)
+    if config and not file.is_file():
+        raise UserError(f"--engine accelerate:config={config}: there is no such file in {Path.cwd()}")
     if not file.is_file():
         return Expected(variables={**ranks, **_by_default(rank)})
-    if not asked:
+    if not config:
         _check_default(file)
     return Expected(variables={**_of_file(file, rank), **ranks})
 
@@ -78,8 +78,8 @@ def _prepared(file: str, ranks: int) -> dict[str, str]:
         launch.launch_command_parser().parse_args([*words, "script.py"])
     )
     if options.use_deepspeed:
-        given = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
-        options.deepspeed_fields_from_accelerate_config = ",".join(given)
+        fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
+        options.deepspeed_fields_from_accelerate_config = ",".join(fields)
         return prepare.prepare_deepspeed_cmd_env(options)[1]
     if options.use_fsdp or options.use_megatron_lm or options.multi_gpu:
         return prepare.prepare_multi_gpu_env(options)

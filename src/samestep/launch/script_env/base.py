@@ -31,15 +31,15 @@ class Rank:
     @property
     def node(self) -> int:
         """Node rank of this rank's host."""
-        found = read_torchrun(self.environ)
-        node = found.node if found is not None else None
+        variables = read_torchrun(self.environ)
+        node = variables.node if variables is not None else None
         return self.ranks.rank // self.ranks.local_world_size if node is None else node
 
     @property
     def nodes(self) -> int:
         """Number of hosts; hosts of equal size are assumed if the launcher doesn't say."""
-        found = read_torchrun(self.environ)
-        nodes = found.nodes if found is not None else None
+        variables = read_torchrun(self.environ)
+        nodes = variables.nodes if variables is not None else None
         return -(-self.ranks.world_size // self.ranks.local_world_size) if nodes is None else nodes
 
 
@@ -101,9 +101,9 @@ def meeting(rank: Rank, address: str, port: int) -> Iterator["Store"]:
         named.wait(["all left"])
 
 
-def gathered(store: "Store", name: str, rank: Rank, mine: str) -> list[str]:
+def gathered(store: "Store", name: str, rank: Rank, value: str) -> list[str]:
     """Exchange a value through the store; return all ranks' values by rank. Collective."""
-    store.set(f"{name}/{rank.ranks.rank}", mine)
+    store.set(f"{name}/{rank.ranks.rank}", value)
     return [store.get(f"{name}/{other}").decode() for other in range(rank.ranks.world_size)]
 
 

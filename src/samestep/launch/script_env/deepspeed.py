@@ -16,8 +16,8 @@ def _expected(rank: Rank) -> Expected:
         "CROSS_RANK": str(rank.node),
         "CROSS_SIZE": str(rank.nodes),
     }
-    given = rank.options.get("local-rank", "yes") == "yes"
-    return Expected(variables=variables, arguments=(f"--local_rank={local_rank}",) if given else ())
+    passed = rank.options.get("local-rank", "yes") == "yes"
+    return Expected(variables=variables, arguments=(f"--local_rank={local_rank}",) if passed else ())
 
 
 def _check(options: Mapping[str, str]) -> None:

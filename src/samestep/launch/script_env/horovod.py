@@ -27,13 +27,13 @@ def _expected(rank: Rank) -> Expected:
     ranks, variables = rank.ranks, torch.variables(rank)
     _check_name(rank)
     with meeting(rank, variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) as store:
-        found = addresses(store, rank, variables["MASTER_ADDR"])
+        all_addresses = addresses(store, rank, variables["MASTER_ADDR"])
         slots = slots_of([int(number) for number in gathered(store, "local rank", rank, str(ranks.local_rank))])
         if ranks.rank == 0:
-            store.set("port", str(start_module(_MODULE, found[0], json.dumps(slots))))
+            store.set("port", str(start_module(_MODULE, all_addresses[0], json.dumps(slots))))
         port = int(store.get("port").decode())
-    interface = environment.gloo_interface(rank.environ) or interface_of(found[ranks.rank])
-    return Expected(variables={**variables, **variables_of(slots[ranks.rank], found[0], port, interface)})
+    interface = environment.gloo_interface(rank.environ) or interface_of(all_addresses[ranks.rank])
+    return Expected(variables={**variables, **variables_of(slots[ranks.rank], all_addresses[0], port, interface)})
 
 
 def _check_name(rank: Rank) -> None:

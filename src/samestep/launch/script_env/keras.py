@@ -27,10 +27,10 @@ def _expected(rank: Rank) -> Expected:
         meeting(rank, variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) as store,
         held_port() as held,
     ):
-        found = addresses(store, rank, variables["MASTER_ADDR"])
+        all_addresses = addresses(store, rank, variables["MASTER_ADDR"])
         ports = gathered(store, "port", rank, str(held.getsockname()[1]))
-        chief = _sidecar_of_chief(store, rank, found[0]) if kinds[0] == CHIEF else None
-    places = [f"{address}:{port}" for address, port in zip(found, ports, strict=True)]
+        chief = _sidecar_of_chief(store, rank, all_addresses[0]) if kinds[0] == CHIEF else None
+    places = [f"{address}:{port}" for address, port in zip(all_addresses, ports, strict=True)]
     threads = {name: rank.environ.get(name, str(rank.threads)) for name in _THREADS}
     return Expected(
         variables={**variables, **threads, "TF_CONFIG": json.dumps(config(rank.ranks.rank, kinds, places))},

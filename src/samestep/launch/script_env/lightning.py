@@ -12,16 +12,16 @@ def _expected(rank: Rank) -> Expected:
     from samestep.launch.device import accelerators
 
     ranks = rank.ranks
-    said = {
+    settings = {
         "DEVICES": str(ranks.local_world_size),
         "NUM_NODES": str(ranks.world_size // ranks.local_world_size),
         **({} if accelerators() else {"ACCELERATOR": "cpu"}),
     }
-    variables = {f"{reader}_{name}": value for name, value in said.items() for reader in _READERS}
+    variables = {f"{reader}_{name}": value for name, value in settings.items() for reader in _READERS}
     if ranks.world_size > 1:
         variables["LT_STRATEGY"] = "ddp"
-    given = {name: value for name, value in variables.items() if name not in rank.environ}
-    return Expected(variables={**torch.variables(rank), **given, "LT_CLI_USED": "1"})
+    unset = {name: value for name, value in variables.items() if name not in rank.environ}
+    return Expected(variables={**torch.variables(rank), **unset, "LT_CLI_USED": "1"})
 
 
 _READERS = ("LT", "PL_TRAINER")  # Fabric, and the Trainer
