@@ -265,14 +265,14 @@ def verify_job(
     ready = ready.of(proof_job(ready.job, dropout=dropout, precision=precision))
     job, task, ranks = ready.job, ready.task, environment.ranks()
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
-        known = None
+        expected = None
         if ranks is None or ranks.rank == 0:
-            known = reference(job, task, steps, Path(folder), device=reference_device)
-        proof: Proof = _on_ranks(rank_tasks.verify_rank, ready, steps, known)
+            expected = reference(job, task, steps, Path(folder), device=reference_device)
+        proof: Proof = _on_ranks(rank_tasks.verify_rank, ready, steps, expected)
         if ranks is not None:  # of a launcher, which starts none for a search
             return proof
-        if proof.wants_noise() and known is not None:
-            proof = proof.held_against_noise(NoiseMeasurement(job, task, steps, known, reference_device))
+        if proof.wants_noise() and expected is not None:
+            proof = proof.held_against_noise(NoiseMeasurement(job, task, steps, expected, reference_device))
         return _with_departure(proof, ready, steps, lambda: look(job, task, steps, Path(folder)))
 
 
@@ -318,10 +318,12 @@ def verify_layouts(
     fitting, reasons = _fitting(job, layouts, alone, precision=precision, reference_device=reference_device)
     rows = {text: MatrixRow(job=job_name(job), layout=text, reason=reason) for text, reason in reasons.items()}
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
-        known = reference(job, alone.task, steps, Path(folder), held_out=held_out, device=reference_device)
+        expected = reference(job, alone.task, steps, Path(folder), held_out=held_out, device=reference_device)
         for size in dict.fromkeys(ready.layout.size for ready in fitting.values()):
-            rows |= _rows({text: ready for text, ready in fitting.items() if ready.layout.size == size}, steps, known)
-        noise = NoiseMeasurement(job, alone.task, steps, known, reference_device)
+            rows |= _rows(
+                {text: ready for text, ready in fitting.items() if ready.layout.size == size}, steps, expected
+            )
+        noise = NoiseMeasurement(job, alone.task, steps, expected, reference_device)
         looked = cache(partial(look, job, alone.task, steps, Path(folder)))
         for text, row in rows.items():
             if (proof := row.proof) is not None:
@@ -369,7 +371,7 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
     door.hold_contract(alone)
     rows: list[BitsRow] = []
     with TemporaryDirectory(prefix="samestep-bits-") as folder:
-        known = _on_ranks(rank_tasks.bits_rank, alone, steps, Path(folder) / "single", job.run.threads)
+        alone_bits = _on_ranks(rank_tasks.bits_rank, alone, steps, Path(folder) / "single", job.run.threads)
         for number, text in enumerate(layouts):
             try:
                 layout = door.layout_named(text, job.run.processes)
@@ -381,7 +383,7 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
             except RankFailedError as error:
                 rows.append(BitsRow(layout=text, failure=str(error)))
             else:
-                rows.append(compare_bits(text, bits, known))
+                rows.append(compare_bits(text, bits, alone_bits))
     return rows
 
 
@@ -389,15 +391,15 @@ def _check_splits(_: Job, layout: Layout, *, text: str) -> None:
     check_layout_splits(layout, text)
 
 
-def _rows(layouts: Mapping[str, Ready], steps: int, known: Reference) -> dict[str, MatrixRow]:
+def _rows(layouts: Mapping[str, Ready], steps: int, expected: Reference) -> dict[str, MatrixRow]:
     """Verify layouts of one world size with one start of ranks; after a failure, with a start for each layout."""
     try:
-        return _in_one_start(layouts, steps, known)
+        return _in_one_start(layouts, steps, expected)
     except (UserError, RankFailedError) as error:
         if len(layouts) > 1:
             rows: dict[str, MatrixRow] = {}
             for text, ready in layouts.items():
-                rows |= _rows({text: ready}, steps, known)
+                rows |= _rows({text: ready}, steps, expected)
             return rows
         # The job has passed with one process, so a UserError is about the layout.
         ((text, ready),) = layouts.items()
@@ -421,9 +423,9 @@ def _usages(layouts: Mapping[str, Ready]) -> dict[str, Sequence[Usage] | str]:
     return dict(zip(layouts, usages, strict=True))
 
 
-def _in_one_start(layouts: Mapping[str, Ready], steps: int, known: Reference) -> dict[str, MatrixRow]:
+def _in_one_start(layouts: Mapping[str, Ready], steps: int, expected: Reference) -> dict[str, MatrixRow]:
     """Verify several layouts of one world size with one start of ranks, which takes longer than the steps."""
-    proofs = _on_ranks(rank_tasks.verify_rank_many, *_several(layouts), steps, known)
+    proofs = _on_ranks(rank_tasks.verify_rank_many, *_several(layouts), steps, expected)
     rows: dict[str, MatrixRow] = {}
     for (text, ready), (proof, seconds) in zip(layouts.items(), proofs, strict=True):
         name = job_name(ready.job)

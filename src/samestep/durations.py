@@ -28,16 +28,16 @@ def wanted(least: float = LEAST_SECONDS) -> str:
     return f"seconds above 0, or {EXAMPLES}, from {shortest} to {MOST_SECONDS / 86400:.0f} days"
 
 
-def parse_duration(given: str | float, least: float = LEAST_SECONDS) -> float | None:
+def parse_duration(duration: str | float, least: float = LEAST_SECONDS) -> float | None:
     """The seconds of a number or a text such as 90, 90s, 1.5m or 2h; None if it is none within the limits."""
-    if isinstance(given, str):
-        match = _DURATION.fullmatch(given.strip())
+    if isinstance(duration, str):
+        match = _DURATION.fullmatch(duration.strip())
         if match is None:
             return None
         seconds = float(match[1]) * _UNITS[match[2]]
     else:
         try:
-            seconds = float(given)
+            seconds = float(duration)
         except OverflowError:  # a whole number of hundreds of digits
             return None
     return seconds if least <= seconds <= MOST_SECONDS else None
@@ -64,10 +64,10 @@ def check_seconds(**limits: float) -> None:
 
 def seconds(text: str) -> float:
     """The seconds of an option's value; argparse puts the option's name before the message."""
-    found = parse_duration(text)
-    if found is None:
+    parsed = parse_duration(text)
+    if parsed is None:
         raise argparse.ArgumentTypeError(f'"{text}" is no time; use {wanted()}')
-    return found
+    return parsed
 
 
 def add_time_limit(to: "argparse._ActionsContainer", of: str, default: float, *, kept: bool = True) -> None:

@@ -32,16 +32,16 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is rank 0, or no rank."""
     try:
-        found = ranks(environ)
+        own_ranks = ranks(environ)
     except UserError:  # a variable that can't be read, which is reported where the rank is needed
         return True
-    return found is None or found.rank == 0
+    return own_ranks is None or own_ranks.rank == 0
 
 
 def as_first_of(world_size: int, local_world_size: int) -> AbstractContextManager[None]:
     """Pretend to be the first of so many ranks of samestep's agents, for rehearsals."""
-    wanted = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world_size}
-    return given({name: str(value) for name, value in {**wanted, _ROUND: 0, _ROUND_FOLDER: os.devnull}.items()})
+    variables = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world_size}
+    return given({name: str(value) for name, value in {**variables, _ROUND: 0, _ROUND_FOLDER: os.devnull}.items()})
 
 
 def horovodrun(environ: Mapping[str, str] = os.environ) -> launchers.HorovodRunVariables | None:
@@ -79,8 +79,8 @@ def variables_of_interface(
 
     `gloo_alone`: NCCL keeps to its own choice, which may be several interfaces between hosts.
     """
-    wanted = _INTERFACES[:1] if gloo_alone else _INTERFACES
-    return {name: interface for name in wanted if interface is not None and name not in environ}
+    names = _INTERFACES[:1] if gloo_alone else _INTERFACES
+    return {name: interface for name in names if interface is not None and name not in environ}
 
 
 @contextmanager
@@ -98,12 +98,12 @@ def messages_over(interface: str | None, *, gloo_alone: bool = False) -> Iterato
 def quiet_profiler() -> Iterator[None]:
     """Silence torch.profiler's messages about its start and stop, unless the user has set a log level."""
     name = "KINETO_LOG_LEVEL"
-    asked = os.environ.get(name)
+    before = os.environ.get(name)
     os.environ.setdefault(name, "100")
     try:
         yield
     finally:
-        _restore({name: asked})
+        _restore({name: before})
 
 
 def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -117,8 +117,8 @@ def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     threads = read.number("OMP_NUM_THREADS", 1, MOST_THREADS)
     if threads is None:
         cores = launchers.slurm_cores_of_task(read)
-        found = ranks(environ) if cores is not None else None
-        return cores if found is not None and found.launcher == "slurm" else None
+        own_ranks = ranks(environ) if cores is not None else None
+        return cores if own_ranks is not None and own_ranks.launcher == "slurm" else None
     return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ and _SHARED_OUT not in environ else threads
 
 
@@ -184,8 +184,8 @@ def restarts_of_launcher(environ: Mapping[str, str] = os.environ) -> int:
 def publish_round(round_: RankRound) -> None:
     """Set the variables for ranks that this process starts from now on."""
     os.environ.update({_ROUND: str(round_.number), _ROUND_FOLDER: round_.folder})
-    known = ((_RUN_FOLDER, round_.run_folder), (_MEMORY_FOLDER, round_.memory), (_START, round_.start))
-    for name, value in known:
+    variables = ((_RUN_FOLDER, round_.run_folder), (_MEMORY_FOLDER, round_.memory), (_START, round_.start))
+    for name, value in variables:
         if value is not None:
             os.environ[name] = value
 
@@ -240,14 +240,14 @@ def mark_of(environ: Mapping[str, str]) -> str | None:
 
 def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
     """Settings that TensorFlow reads during its import, or when it joins a cluster."""
-    wanted = {
+    settings = {
         # Keras 2, from tf_keras: Keras 3 does not know every strategy. With it TensorFlow also loads faster.
         "TF_USE_LEGACY_KERAS": "1",
         "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),  # errors
     }
     if cluster is not None:
-        wanted["TF_CONFIG"] = json.dumps(cluster)
-    return given(wanted)
+        settings["TF_CONFIG"] = json.dumps(cluster)
+    return given(settings)
 
 
 def quiet_import() -> AbstractContextManager[None]:
@@ -409,12 +409,12 @@ def as_torchrun(ranks: Ranks, address: str, port: int) -> AbstractContextManager
 @contextmanager
 def agent_settings() -> Iterator[None]:
     """Settings that PyTorch's elastic agent reads from its own environment, while it runs."""
-    wanted = {
+    settings = {
         # One thread while a rank imports; each rank sets its own number once it runs.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    before = {name: os.environ.get(name) for name in [*wanted, "TORCHELASTIC_SIGNALS_TO_HANDLE"]}
-    os.environ.update(wanted)
+    before = {name: os.environ.get(name) for name in [*settings, "TORCHELASTIC_SIGNALS_TO_HANDLE"]}
+    os.environ.update(settings)
     try:
         yield
     finally:
@@ -429,13 +429,13 @@ def deepspeed_settings(device_type: str, index: int | None) -> AbstractContextMa
 @contextmanager
 def deepspeed_at_work(index: int | None) -> Iterator[None]:
     """Set LOCAL_RANK, which DeepSpeed also reads during a step, unless it is right already."""
-    before, wanted = os.environ.get("LOCAL_RANK"), _deepspeed_local_rank(index)
-    if before != wanted:
-        os.environ["LOCAL_RANK"] = wanted
+    before, local_rank = os.environ.get("LOCAL_RANK"), _deepspeed_local_rank(index)
+    if before != local_rank:
+        os.environ["LOCAL_RANK"] = local_rank
     try:
         yield
     finally:
-        if before != wanted:
+        if before != local_rank:
             _restore({"LOCAL_RANK": before})
 
 

@@ -232,9 +232,9 @@ def shown(file: Path) -> str:
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
 
 
-def closest(word: str, known: Iterable[str]) -> str:
+def closest(word: str, candidates: Iterable[str]) -> str:
     """Suggest known words for an unknown one: the closest one first, then all."""
-    names = sorted(known)
+    names = sorted(candidates)
     near = difflib.get_close_matches(word, names, n=1)
     hint = f'did you mean "{near[0]}"? ' if near else ""
     return f"{hint}known: {', '.join(names) or 'nothing'}"

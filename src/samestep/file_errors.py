@@ -43,8 +43,8 @@ def reason_of(error: OSError, folder: Path, *, elsewhere: str, needs: int | None
     """
     if error.errno == errno.ENOSPC:
         return f"no space is left there{_numbers(folder, needs)}; make some, or {elsewhere}"
-    known = _REASONS.get(error.errno or 0)
-    return known.format(elsewhere=elsewhere) if known is not None else error.strerror or str(error)
+    reason = _REASONS.get(error.errno or 0)
+    return reason.format(elsewhere=elsewhere) if reason is not None else error.strerror or str(error)
 
 
 def _numbers(folder: Path, needs: int | None) -> str:

@@ -87,11 +87,11 @@ def predict_job(job: Job, checkpoint: Path, file: Path | None, new_tokens: int =
         )
     if new_tokens and not task.writes_text:
         raise UserError(f"--new-tokens is {new_tokens}, and task {type(task).__name__} writes no text; leave it out")
-    wanted = ToPredict(file=file, batch=job.recipe.evaluation.batch, new_tokens=new_tokens)
+    request = ToPredict(file=file, batch=job.recipe.evaluation.batch, new_tokens=new_tokens)
     with _model(job, task, checkpoint) as training:
         trainer, device = training.session.trainer, training.session.world.device
         dtype = parameter_dtype(job.recipe.precision)
-        yield from task.predict(lambda inputs: trainer.predict(to_device(inputs, device, dtype)), wanted)
+        yield from task.predict(lambda inputs: trainer.predict(to_device(inputs, device, dtype)), request)
 
 
 def _alone(job: Job) -> Job:
@@ -153,15 +153,15 @@ def _with_adapter(recipe: Recipe, weights: Weights) -> Recipe:
     if weights.base is None and not any(".lora_A." in f".{name}" for name in weights.entries):
         # Groups may name adapters' parameters, and some optimizers, such as Muon, accept matrices only.
         return replace(recipe, adapter=None, groups=(), optimizer=AdamW())
-    known = weights.base.adapter if weights.base is not None else {}
+    trained_with = weights.base.adapter if weights.base is not None else {}
     for key, name in _PEFT_KEYS.items():
         value = getattr(recipe.adapter, name)
-        if key in known and known[key] != value:
+        if key in trained_with and trained_with[key] != value:
             raise CheckpointError(
-                f"recipe.adapter.{name} is {value}, and the adapters were trained with {known[key]}"
+                f"recipe.adapter.{name} is {value}, and the adapters were trained with {trained_with[key]}"
             )
     for key in _PEFT_UNKNOWN:
-        if known.get(key):
+        if trained_with.get(key):
             raise CheckpointError(
                 f"the adapters were trained with {key}, which recipe.adapter doesn't have; load them with PEFT, in a "
                 "task whose model() gives its model"
@@ -181,26 +181,26 @@ def _fill(memory: Mapping[str, Tensor], tied: Mapping[str, str], weights: Weight
 
     Raises CheckpointError for another model's weights.
     """
-    known = weights.names()
-    names = {name: other for other, name in tied.items() if other in known}
-    names |= {name: name for name in memory if name in known}
+    names_there = weights.names()
+    names = {name: other for other, name in tied.items() if other in names_there}
+    names |= {name: name for name in memory if name in names_there}
     left_out = _left_out(memory, weights, path)
     for name, value in memory.items():
         if name in left_out:
             continue
         if name not in names:
             raise CheckpointError(f"{path} has no {name}, and the job's model has")
-        entry = weights.entries[known[names[name]]]
+        entry = weights.entries[names_there[names[name]]]
         if entry.shape != value.shape:
             raise CheckpointError(
                 f"{path}: {name} has shape {list(entry.shape)}, and in the job's model {list(value.shape)}"
             )
-    for name in known:
+    for name in names_there:
         if name not in memory and name not in tied:
             raise CheckpointError(f"{path} holds {name}, and the job's model has none")
     for name, value in memory.items():
         if name not in left_out:
-            value.copy_(weights.read(known[names[name]]))
+            value.copy_(weights.read(names_there[names[name]]))
 
 
 def _left_out(memory: Mapping[str, Tensor], weights: Weights, path: Path) -> set[str]:
@@ -209,8 +209,8 @@ def _left_out(memory: Mapping[str, Tensor], weights: Weights, path: Path) -> set
     if base is None:
         return set()
     if not base.fingerprint:  # adapters of other tools, with unknown base
-        known = weights.names()
-        return {name for name in memory if name not in known and ".lora_" not in name}
+        names_there = weights.names()
+        return {name for name in memory if name not in names_there and ".lora_" not in name}
     held = {MODEL + name: whole_piece(value) for name, value in memory.items()}
     here = [name for name in base.left_out if name in memory]
     check_base(base, here, fingerprint(held, here), path)

@@ -69,46 +69,46 @@ def path_option(text: str) -> Path:
     return Path(text)
 
 
-def opened(file: Path, *, wanted: str = "a file", links: bool = True) -> FileIO:
+def opened(file: Path, *, expected: str = "a file", links: bool = True) -> FileIO:
     """Open a file for reading, unbuffered. /dev/null is an empty one.
 
-    Raises OSError where it can't be opened, and UserError for what is no file. `wanted`: what the message asks for in
-    its place; `links`: whether it may be a symbolic link.
+    Raises OSError where it can't be opened, and UserError for what is no file. `expected`: what the message asks
+    for in its place; `links`: whether it may be a symbolic link.
     """
     waits = links and str(file).startswith(_OPEN_ALREADY)
-    _check_kind(file, file.stat(follow_symlinks=links), wanted, may_be_pipe=waits)
+    _check_kind(file, file.stat(follow_symlinks=links), expected, may_be_pipe=waits)
     # Between the two looks the file may have become another one: no wait for a pipe's writer, and no link.
     flags = (0 if waits else os.O_NONBLOCK) | (0 if links else os.O_NOFOLLOW)
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
-        _check_kind(file, os.fstat(descriptor), wanted, may_be_pipe=waits)
+        _check_kind(file, os.fstat(descriptor), expected, may_be_pipe=waits)
         return FileIO(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _check_kind(file: Path, status: os.stat_result, wanted: str, *, may_be_pipe: bool) -> None:
+def _check_kind(file: Path, status: os.stat_result, expected: str, *, may_be_pipe: bool) -> None:
     """Raise UserError for a folder or a link, and for what would be waited for or read without end."""
     mode = status.st_mode
     if stat.S_ISDIR(mode):
-        raise UserError(f"{file} is a folder; {wanted} is wanted")
+        raise UserError(f"{file} is a folder; {expected} is wanted")
     if stat.S_ISLNK(mode):
         raise UserError(f"{file} is a symbolic link, which may lead out of its folder; put a copy in its place")
     kind = next((kind for kind, is_it in _KINDS.items() if is_it(mode)), None)
     if kind is None or (may_be_pipe and stat.S_ISFIFO(mode)) or os.path.samestat(status, Path(os.devnull).stat()):
         return
-    raise UserError(f"{file} is {kind}; {wanted} is wanted")
+    raise UserError(f"{file} is {kind}; {expected} is wanted")
 
 
-def read_all(stream: FileIO, file: Path, *, most: int | None, wanted: str = "a file") -> bytes:
+def read_all(stream: FileIO, file: Path, *, most: int | None, expected: str = "a file") -> bytes:
     """The content of a file that `opened` gave. Raises OSError, and UserError for more than `most` bytes."""
     size = os.fstat(stream.fileno()).st_size
     if most is not None and size > most:
         raise UserError(f"{file} has {decimal_size(size)}; such a file may have {decimal_size(most)}")
     content = stream.readall() if most is None else _up_to(stream, most + 1)
     if content is None:  # as of /proc/kmsg
-        raise UserError(f"{file} can't be read: it has no end, and nothing to read now; {wanted} is wanted")
+        raise UserError(f"{file} can't be read: it has no end, and nothing to read now; {expected} is wanted")
     if most is not None and len(content) > most:
         raise UserError(f"{file} has more than {decimal_size(most)}; such a file may have {decimal_size(most)}")
     return content
@@ -128,17 +128,17 @@ def _up_to(stream: FileIO, most: int) -> bytes | None:
 
 
 def bytes_of(
-    file: Path, *, missing: str | None = None, wanted: str = "a file", most: int | None = MOST_BYTES
+    file: Path, *, missing: str | None = None, expected: str = "a file", most: int | None = MOST_BYTES
 ) -> bytes:
     """The content of a file. Raises UserError if it can't be read, or has more than `most` bytes.
 
-    `missing`: the message where there is no such file; `wanted`: what it asks for where it is no file.
+    `missing`: the message where there is no such file; `expected`: what it asks for where it is no file.
     """
     if wrong := wrong_path(str(file)):
         raise UserError(f"{short_path(str(file))!r}: {wrong}")
     try:
-        with opened(file, wanted=wanted) as stream:
-            return read_all(stream, file, most=most, wanted=wanted)
+        with opened(file, expected=expected) as stream:
+            return read_all(stream, file, most=most, expected=expected)
     except FileNotFoundError:
         raise UserError(missing or f"{file}: no such file") from None
     except OSError as error:
@@ -149,7 +149,7 @@ def text_of(
     file: Path,
     *,
     missing: str | None = None,
-    wanted: str = "a file",
+    expected: str = "a file",
     most: int | None = MOST_BYTES,
     newlines: bool = True,
     nul: bool = False,
@@ -159,7 +159,7 @@ def text_of(
     `newlines`: each end of a line becomes a newline. `nul`: the character NUL is taken, which shows a file of
     UTF-16 or UTF-32, or a binary one, elsewhere.
     """
-    content = bytes_of(file, missing=missing, wanted=wanted, most=most)
+    content = bytes_of(file, missing=missing, expected=expected, most=most)
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"{file} is UTF-16; save it as UTF-8")
     if not nul and (place := content.find(b"\0")) >= 0:

@@ -111,24 +111,24 @@ def _has_experts(job: Job, task: Task) -> bool:
     return has_experts(model, example_of(task, task.train_set(), turns_of(task)), job.run.expert_plan)
 
 
-def print_checked(found: CheckResult) -> None:
+def print_checked(result: CheckResult) -> None:
     """Print the parts of the contract, then the layouts that the model can have, and why it can't have the others."""
     console = plain_console()
     columns = [*texts("part", "", whole=True), *texts("")]
-    rows = [[each.part, _KEPT[each.kept], each.text if each.kept else ""] for each in found.contract]
-    console.print(table(columns, rows, title=f"the contract of {found.job}"))
-    for finding in found.contract:
+    rows = [[row.part, _KEPT[row.kept], row.text if row.kept else ""] for row in result.contract]
+    console.print(table(columns, rows, title=f"the contract of {result.job}"))
+    for finding in result.contract:
         if finding.kept is not True:
             console.print(f"{finding.part}: {finding.text}", soft_wrap=True)
             why = "is broken" if finding.kept is False else "was not looked at"
             console.print(f"The contract {why}, so no layout was tried.", soft_wrap=True)
             return
     rows = []
-    for row in found.layouts:
+    for row in result.layouts:
         largest = max(row.proof.max_relative_difference.values()) if row.proof else None
         rows.append([row.layout, row.verdict, formatted(largest, "{:.1e}")])
     columns = [*texts("layout", "", whole=True), *numbers("largest difference", whole=True)]
     console.print(table(columns, rows, title="layouts, each tried for two steps versus one process in float64"))
-    for row in found.layouts:
+    for row in result.layouts:
         if row.reason or row.failure:
             console.print(f"{row.verdict}: {row.reason or row.failure}", soft_wrap=True)

@@ -88,23 +88,23 @@ def _with_variables(value: Any, path: Keys, environ: Mapping[str, str], place: C
     return value if expanded == value else Expanded(expanded, value)
 
 
-def _as_written(checked: Any, given: Any) -> Any:
+def _as_written(checked: Any, content: Any) -> Any:
     """What the checks made of a job's values, with texts again as `Expanded`, which they make plain.
 
     Dataclasses are changed in place: another one would be checked again.
     """
-    if isinstance(given, Expanded):
-        return Expanded(checked, given.written) if type(checked) is str else checked
-    if isinstance(given, list) and isinstance(checked, tuple) and len(given) == len(checked):
-        return type(checked)(map(_as_written, checked, given))
-    if isinstance(given, list) and isinstance(checked, list) and len(given) == len(checked):
-        return [*map(_as_written, checked, given)]
-    if isinstance(given, dict) and isinstance(checked, dict):
-        return {key: _as_written(value, given.get(key)) for key, value in checked.items()}
-    if isinstance(given, dict) and is_dataclass(checked):
+    if isinstance(content, Expanded):
+        return Expanded(checked, content.written) if type(checked) is str else checked
+    if isinstance(content, list) and isinstance(checked, tuple) and len(content) == len(checked):
+        return type(checked)(map(_as_written, checked, content))
+    if isinstance(content, list) and isinstance(checked, list) and len(content) == len(checked):
+        return [*map(_as_written, checked, content)]
+    if isinstance(content, dict) and isinstance(checked, dict):
+        return {key: _as_written(value, content.get(key)) for key, value in checked.items()}
+    if isinstance(content, dict) and is_dataclass(checked):
         for field in fields(checked):
             value = getattr(checked, field.name)
-            if (written := _as_written(value, given.get(field.name))) is not value:
+            if (written := _as_written(value, content.get(field.name))) is not value:
                 object.__setattr__(checked, field.name, written)
     return checked
 
@@ -163,7 +163,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
     """Parse a job file; return its values, and the line of each. Raises UserError with file and line."""
     if (what := _OTHER_FILES.get(file.suffix.lower())) is not None:
         raise UserError(f"a job file is wanted, and {file} is {what.format(file=file)}")
-    text = text_of(file, missing=f"no job file {file}{_like(file)}", wanted=f"a job file{_job_in(file)}")
+    text = text_of(file, missing=f"no job file {file}{_like(file)}", expected=f"a job file{_job_in(file)}")
     sources: dict[Keys, str] = {}
     try:
         reader = YamlLoader(text)
@@ -196,7 +196,7 @@ def _job_in(folder: Path) -> str:
 def _like(file: Path) -> str:
     """The job file next to a missing one that may have been meant: with another ending, or a similar name."""
     try:
-        names = sorted(each.name for each in file.parent.iterdir() if each.suffix in (".yaml", ".yml"))
+        names = sorted(sibling.name for sibling in file.parent.iterdir() if sibling.suffix in (".yaml", ".yml"))
     except (OSError, ValueError):
         return ""
     stem = file.stem if file.suffix.lower() in (".yaml", ".yml") else file.name
@@ -226,17 +226,17 @@ def _find_lines(reader: YamlLoader, node: yaml.Node | None, path: Keys, file: Pa
 
 def _merged(reader: YamlLoader, node: yaml.MappingNode) -> dict[str, tuple[yaml.Node, yaml.Node]]:
     """The keys of a section with their values, by name, and after them those that it merges and lacks."""
-    found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+    result: dict[str, tuple[yaml.Node, yaml.Node]] = {}
     merged: list[yaml.Node] = []
     for key, value in node.value:
         if key.tag == MERGE:
             merged += value.value if isinstance(value, yaml.SequenceNode) else [value]
         else:
-            found[str(reader.construct_object(key, deep=True))] = key, value
+            result[str(reader.construct_object(key, deep=True))] = key, value
     for other in merged:
         if isinstance(other, yaml.MappingNode):
-            found = {**_merged(reader, other), **found}
-    return found
+            result = {**_merged(reader, other), **result}
+    return result
 
 
 def _parsed(key: str, text: str, source: str) -> tuple[Keys, Any]:
@@ -286,7 +286,7 @@ def _leave_out(
     ]
     for key in gone:
         del here[key]
-        for deeper in [known for known in sources if known[: len(path) + 1] == (*path, key)]:
+        for deeper in [source for source in sources if source[: len(path) + 1] == (*path, key)]:
             del sources[deeper]
     places = ", ".join(f"{key} ({of_file[*path, key]})" for key in gone)
     return [f"{source}: {'.'.join(path)} has no {places}, which is left out"] if gone else []
@@ -315,7 +315,7 @@ def _override(values: dict[str, Any], sources: dict[Keys, str], path: Keys, valu
         here[path[-1]] = {**here[path[-1]], **value}
     else:
         here[path[-1]] = value
-    for deeper in [known for known in sources if known[: len(path)] == path and known != path]:
+    for deeper in [source for source in sources if source[: len(path)] == path and source != path]:
         if not isinstance(value, dict) or deeper[len(path)] in value:
             del sources[deeper]
     _set_source(value, path, source, sources)
@@ -324,7 +324,7 @@ def _override(values: dict[str, Any], sources: dict[Keys, str], path: Keys, valu
 def _whole(key: str) -> str:
     """What a key without its section, or of another tool, is called as a whole, for a message."""
     ends = sorted(
-        (known for known in dotted_keys(Job) if known.endswith(f".{key}")), key=lambda known: known.count(".")
+        (dotted for dotted in dotted_keys(Job) if dotted.endswith(f".{key}")), key=lambda dotted: dotted.count(".")
     )
     if ends:
         return f"; here it is {ends[0]}"
@@ -361,8 +361,8 @@ def _resolve_paths(job: Job, file: Path) -> Job:
         candidate = base / (path + (".py" if colon else ""))
         if not re.search(r"[./]", text) or not _exists(candidate):
             return text
-        found = str(candidate) + (":" + rest if colon else "")
-        return Expanded(found, str(base / text.written)) if isinstance(text, Expanded) else found
+        found_path = str(candidate) + (":" + rest if colon else "")
+        return Expanded(found_path, str(base / text.written)) if isinstance(text, Expanded) else found_path
 
     task = next_to_job(recipe.task)
     data = {key: next_to_job(value) if key in _PATH_KEYS else value for key, value in recipe.data.items()}

@@ -180,8 +180,8 @@ def read_open_mpi(environ: Environ) -> MpiVariables | None:
 
 def _addresses(contact: str) -> tuple[str, ...]:
     """Parse the addresses in mpirun's contact: 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865;tcp6://[fd00::5]:56449."""
-    found = re.findall(r"tcp6?://([^;]+):\d+", contact)
-    listed = (address.strip("[]") for addresses in found for address in addresses.split(","))
+    address_lists = re.findall(r"tcp6?://([^;]+):\d+", contact)
+    listed = (address.strip("[]") for addresses in address_lists for address in addresses.split(","))
     return tuple(checked_hosts(listed, "OMPI_MCA_orte_hnp_uri"))
 
 
@@ -262,14 +262,14 @@ _COUNT = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?", re.ASCII)
 
 def slurm_counts(name: str, text: str) -> list[int]:
     """Expand Slurm's number for each node: 2(x3),1 is 2, 2, 2, 1."""
-    found: list[int] = []
+    counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
             raise UserError(f"{name} is {shown(text)}; {SLURM_COUNTS}, is wanted")
-        check_count(len(found) + int(match[2] or 1), name)
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        check_count(len(counts) + int(match[2] or 1), name)
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def slurm_cores_of_task(read: Variables) -> int | None:

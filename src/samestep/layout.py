@@ -205,13 +205,13 @@ class Layout:
         """Raise LayoutError unless the layout needs exactly this many processes."""
         if self.size == processes:
             return
-        wanted = f'layout "{text or self}" needs {_processes(self.size)}, not {processes}'
+        need = f'layout "{text or self}" needs {_processes(self.size)}, not {processes}'
         rest = self.size // self.replicate
         if processes >= 1 and processes % rest == 0:
             fix = f'"{replace(self, replicate=processes // rest)}" would use {_processes(processes)}'
         else:
             fix = f"ask for {_processes(self.size)}"
-        raise LayoutError(f"{wanted}; {fix}")
+        raise LayoutError(f"{need}; {fix}")
 
     def check_batch(self, batch: int, micro_batch: int | None) -> None:
         """Raise LayoutError where a global batch of `batch` samples can't be cut as the layout needs.

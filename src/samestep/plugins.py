@@ -30,20 +30,20 @@ class Plugins:
         declared = list(entry_points(group=self.group, name=name))
         if not declared:
             return None
-        said = f'{self.key} is "{name}"'
+        place = f'{self.key} is "{name}"'
         if len(declared) > 1:
             packages = " and ".join(sorted(_package(entry) for entry in declared))
-            raise UserError(f"{said}, which {packages} declare; uninstall all but one of them")
+            raise UserError(f"{place}, which {packages} declare; uninstall all but one of them")
         (entry,) = declared
         try:
             entry_class = entry.load()
         except Exception as error:  # whatever the code of another distribution raises
             raise UserError(
-                f"{said}, and {entry.value} of {_package(entry)} can't be imported: {type(error).__name__}: {error}; "
-                "repair the package, or uninstall it"
+                f"{place}, and {entry.value} of {_package(entry)} can't be imported: {type(error).__name__}: "
+                f"{error}; repair the package, or uninstall it"
             ) from error
         if not (isinstance(entry_class, type) and issubclass(entry_class, base)):
-            raise UserError(f"{said}, and {entry.value} of {_package(entry)} is no subclass of {self.base}; use one")
+            raise UserError(f"{place}, and {entry.value} of {_package(entry)} is no subclass of {self.base}; use one")
         return entry_class
 
 

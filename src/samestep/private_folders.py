@@ -186,7 +186,7 @@ def _is_own_group(number: int) -> bool:
     if number == 0:
         return True
     named_alike = number == user.pw_gid and group.gr_name == user.pw_name
-    return named_alike and all(each.pw_gid != number or each.pw_uid == user.pw_uid for each in pwd.getpwall())
+    return named_alike and all(other.pw_gid != number or other.pw_uid == user.pw_uid for other in pwd.getpwall())
 
 
 def _user(number: int) -> str:

@@ -135,11 +135,11 @@ def time_steps(job: Job, task: Task, world: World, layout: Layout, steps: int) -
         seconds.append(now - began)
         began = now
     assert training.usage is not None  # guaranteed: there are timed steps after the untimed ones
-    mine = StepTiming(seconds=median(seconds[_UNTIMED:]), usage=training.usage)
+    own = StepTiming(seconds=median(seconds[_UNTIMED:]), usage=training.usage)
     if world.world_size == 1 and not dist.is_initialized():
-        return (mine,)
+        return (own,)
     ranks: list[Any] = [None] * world.world_size
-    dist.all_gather_object(ranks, mine)
+    dist.all_gather_object(ranks, own)
     return tuple(ranks)
 
 
@@ -149,11 +149,11 @@ def time_steps_rank(ready: Ready, steps: int) -> Sequence[StepTiming]:
         return time_steps(ready.job, ready.task, world, ready.layout, steps)
 
 
-def verify_rank(ready: Ready, steps: int, known: Reference | None) -> Proof:
+def verify_rank(ready: Ready, steps: int, expected: Reference | None) -> Proof:
     """On a rank: hold the layout's steps against the reference, which rank 0 has."""
     with phases.running(_title("verify", ready.layout)), joined(ready.job) as world:
-        known = known if world.rank == 0 else None
-        return hold_against(ready.job, ready.task, world, ready.layout, steps, known)
+        expected = expected if world.rank == 0 else None
+        return hold_against(ready.job, ready.task, world, ready.layout, steps, expected)
 
 
 def find_rank(ready: Ready, steps: int, looked: Looked) -> Finding | None:
@@ -170,7 +170,7 @@ def bits_rank(ready: Ready, steps: int, folder: Path, threads: int | None) -> Bi
 
 
 def verify_rank_many(
-    ready: Ready, layouts: Sequence[Layout], steps: int, known: Reference
+    ready: Ready, layouts: Sequence[Layout], steps: int, expected: Reference
 ) -> list[tuple[Proof | str, float]]:
     """Verify several layouts in turn; return each proof, or why it was refused, with its seconds."""
     proofs: list[tuple[Proof | str, float]] = []
@@ -179,7 +179,7 @@ def verify_rank_many(
         task, findings = ready.task, Findings()  # reading the data may take longer than a proof
         for number, layout in enumerate(layouts, 1):
             began = time.perf_counter()
-            held = known if world.rank == 0 else None
+            held = expected if world.rank == 0 else None
             proof = partial(hold_against, ready.job, task, world, layout, steps, held, findings.of_model())
             with phases.phase(f"layout {number} of {len(layouts)}, {layout}"):
                 result = _or_refusal(proof, groups, number, len(layouts))

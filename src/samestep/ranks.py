@@ -42,48 +42,46 @@ def read(environ: Environ) -> Ranks | None:
     Slurm job around it.
     """
     for launcher in _LAUNCHERS:
-        if (found := launcher(environ)) is not None:
-            return found
+        if (ranks := launcher(environ)) is not None:
+            return ranks
     return None
 
 
 def _horovodrun(environ: Environ) -> Ranks | None:
-    found = read_horovodrun(environ)
-    if found is None:
+    variables = read_horovodrun(environ)
+    if variables is None:
         return None
     return Ranks(
-        rank=found.rank,
-        world_size=found.world_size,
-        local_rank=found.local_rank,
-        local_world_size=found.local_world_size,
-        one_host=found.local_world_size == found.world_size,
+        rank=variables.rank,
+        world_size=variables.world_size,
+        local_rank=variables.local_rank,
+        local_world_size=variables.local_world_size,
+        one_host=variables.local_world_size == variables.world_size,
         launcher="horovodrun",
     )
 
 
 def _pytorchjob(environ: Environ) -> Ranks | None:
     """A pod that is one rank. If it is to have several, its ranks are not started yet."""
-    found = read_pytorchjob(environ)
-    if found is None or found.rank is None or found.world_size is None:
+    pod = read_pytorchjob(environ)
+    if pod is None or pod.rank is None or pod.world_size is None:
         return None
-    if isinstance(found.processes, int) and found.processes > 1:
+    if isinstance(pod.processes, int) and pod.processes > 1:
         return None
-    return Ranks(
-        rank=found.rank, world_size=found.world_size, local_rank=0, local_world_size=1, launcher="pytorchjob"
-    )
+    return Ranks(rank=pod.rank, world_size=pod.world_size, local_rank=0, local_world_size=1, launcher="pytorchjob")
 
 
 def _torchrun(environ: Environ) -> Ranks | None:
-    found = read_torchrun(environ)
-    if found is None:
+    variables = read_torchrun(environ)
+    if variables is None:
         return None
-    local_size = found.local_world_size
+    local_size = variables.local_world_size
     return Ranks(
-        rank=found.rank,
-        world_size=found.world_size,
-        local_rank=found.rank if found.local_rank is None else found.local_rank,
-        local_world_size=found.world_size if local_size is None else local_size,
-        one_host=local_size == found.world_size,
+        rank=variables.rank,
+        world_size=variables.world_size,
+        local_rank=variables.rank if variables.local_rank is None else variables.local_rank,
+        local_world_size=variables.world_size if local_size is None else local_size,
+        one_host=local_size == variables.world_size,
     )
 
 
@@ -95,30 +93,30 @@ def _pmi(environ: Environ) -> Ranks | None:
     return _of_mpirun(read_pmi(environ), "pmi")
 
 
-def _of_mpirun(found: MpiVariables | None, launcher: Launcher) -> Ranks | None:
-    if found is None or found.world_size < 2:
+def _of_mpirun(variables: MpiVariables | None, launcher: Launcher) -> Ranks | None:
+    if variables is None or variables.world_size < 2:
         return None
     return Ranks(
-        rank=found.rank,
-        world_size=found.world_size,
-        local_rank=found.local_rank,
-        local_world_size=found.local_world_size,
-        one_host=found.local_world_size == found.world_size,
+        rank=variables.rank,
+        world_size=variables.world_size,
+        local_rank=variables.local_rank,
+        local_world_size=variables.local_world_size,
+        one_host=variables.local_world_size == variables.world_size,
         launcher=launcher,
     )
 
 
 def _slurm(environ: Environ) -> Ranks | None:
     """A task of a step with several. A batch script is none, despite its variables."""
-    found = read_slurm_step(environ)
-    if found is None or found.tasks < 2:
+    step = read_slurm_step(environ)
+    if step is None or step.tasks < 2:
         return None
     return Ranks(
-        rank=found.rank,
-        world_size=found.tasks,
-        local_rank=found.local_rank,
-        local_world_size=found.tasks_per_node[found.node],
-        one_host=len(found.tasks_per_node) == 1,
+        rank=step.rank,
+        world_size=step.tasks,
+        local_rank=step.local_rank,
+        local_world_size=step.tasks_per_node[step.node],
+        one_host=len(step.tasks_per_node) == 1,
         launcher="slurm",
     )
 
@@ -138,7 +136,7 @@ def has_a_tasks_accelerators(environ: Environ, seen: int) -> bool:
 
     Without --gpus-per-task, or with --gpu-bind=none, every task sees all of the host's.
     """
-    found = read(environ)
-    if found is None or found.launcher != "slurm":
+    ranks = read(environ)
+    if ranks is None or ranks.launcher != "slurm":
         return False
-    return slurm_accelerators(Variables(environ)) == seen * found.local_world_size
+    return slurm_accelerators(Variables(environ)) == seen * ranks.local_world_size

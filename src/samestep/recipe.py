@@ -352,15 +352,16 @@ class Recipe:
         for optimizer in (self.optimizer, *(group.optimizer for group in self.groups)):
             if not isinstance(optimizer, AdamW) or optimizer.state == "full":
                 continue
-            said = f"optimizer.state is {optimizer.state}"
+            setting = f"optimizer.state is {optimizer.state}"
             if self.master_weights:
                 raise broken_rule(
-                    "master_weights", f"master_weights is true and {said}; keep the state full, or no master weights"
+                    "master_weights",
+                    f"master_weights is true and {setting}; keep the state full, or no master weights",
                 )
             if self.communication is not None:
                 raise broken_rule(
                     "communication",
-                    f"communication is {self.communication.kind} and {said}, which has other state; use one",
+                    f"communication is {self.communication.kind} and {setting}, which has other state; use one",
                 )
         return self
 

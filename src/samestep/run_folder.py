@@ -56,23 +56,23 @@ class RunPlace:
         """Return the folder. Unless the job names one, each new run gets another folder."""
         if self.folder is not None:
             return Path(self.folder)
-        wanted = Path("runs") / self.name
-        return (_last_saved(wanted) if self.resumes else None) or free_folder(wanted)
+        folder = Path("runs") / self.name
+        return (_last_saved(folder) if self.resumes else None) or free_folder(folder)
 
 
-def free_folder(wanted: Path) -> Path:
-    """`wanted`, or the first of wanted-2, wanted-3, ... that holds no run yet, so that no run is overwritten."""
-    folder, number = wanted, 1
+def free_folder(first: Path) -> Path:
+    """`first`, or the first of <first>-2, <first>-3, ... that holds no run yet, so that no run is overwritten."""
+    folder, number = first, 1
     while folder.exists() and any(folder.iterdir()):
         number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
+        folder = first.with_name(f"{first.name}-{number}")
     return folder
 
 
-def _last_saved(wanted: Path) -> Path | None:
+def _last_saved(folder: Path) -> Path | None:
     """The last run that was saved of those which `free_folder` has named so."""
-    name = re.compile(re.escape(wanted.name) + r"(-\d+)?")
-    runs = [path for path in wanted.parent.glob(f"{wanted.name}*") if name.fullmatch(path.name)]
+    name = re.compile(re.escape(folder.name) + r"(-\d+)?")
+    runs = [path for path in folder.parent.glob(f"{folder.name}*") if name.fullmatch(path.name)]
     saved = [path for path in runs if candidates(path)]
     return max(saved, key=lambda path: candidates(path)[0].stat().st_mtime, default=None)
 

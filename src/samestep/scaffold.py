@@ -52,14 +52,14 @@ def write(name: str, folder: Path) -> Sequence[Path]:
     Returns the files, the job file first. Raises UserError for an unknown template, for a folder that is not empty
     or can't be written, and where the sample data can't be made.
     """
-    known = templates()
-    if name not in known:
-        raise UserError(f'there is no template "{name}"; {closest(name, known)}')
+    names = templates()
+    if name not in names:
+        raise UserError(f'there is no template "{name}"; {closest(name, names)}')
     _check_empty(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        copied = [folder / file.name for file in known[name].files]
-        for file, copy in zip(known[name].files, copied, strict=True):
+        copied = [folder / file.name for file in names[name].files]
+        for file, copy in zip(names[name].files, copied, strict=True):
             shutil.copyfile(file, copy)
         schema = folder / JOB_SCHEMA.name
         schema.write_text(job_schema(), encoding="utf-8")

@@ -26,10 +26,10 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 def distinct(messages: Iterable[str]) -> tuple[str, ...]:
     """Drop repeated messages: of those that differ in their numbers alone, the first one stays."""
-    found: dict[str, str] = {}
+    first_messages: dict[str, str] = {}
     for message in messages:
-        found.setdefault(_NUMBER.sub("", message), message)
-    return tuple(found.values())
+        first_messages.setdefault(_NUMBER.sub("", message), message)
+    return tuple(first_messages.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +131,8 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 
 def _marked(mark: str) -> list[int]:
     """Processes whose environment holds a run's mark; where the system doesn't show environments, none."""
-    found = psutil.process_iter(["environ"])  # None where it may not be read
-    return [each.pid for each in found if environment.mark_of(each.info["environ"] or {}) == mark]
+    processes = psutil.process_iter(["environ"])  # None where it may not be read
+    return [process.pid for process in processes if environment.mark_of(process.info["environ"] or {}) == mark]
 
 
 @contextmanager

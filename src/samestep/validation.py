@@ -60,29 +60,31 @@ _ELSEWHERE: Mapping[str, str] = dict.fromkeys(
 
 def explain(
     error: ValidationError,
-    given: Any,
+    value: Any,
     schema: Any,
     *,
     prefix: Path = (),
     place: Callable[[Path], str] = lambda path: "",
 ) -> str:
-    """One line for each mistake in `given`, which should have been a `schema`.
+    """One line for each mistake in `value`, which should have been a `schema`.
 
-    `prefix` is where `given` stands in the job; `place` says which line of which file a path stands in.
+    `prefix` is where `value` stands in the job; `place` says which line of which file a path stands in.
     """
-    wanted: dict[str, list[str]] = {}  # by what is said of the value; each kind that a value may be has its own say
+    kinds: dict[str, list[str]] = {}  # by what is said of the value; each kind that a value may be has its own say
     for detail in error.errors(include_url=False):
-        path = _path_in(given, detail)
-        known = keys_at(schema, path[:-1], given)
-        sentence = _after_comma(detail, prefix, path, given) or _sentence(detail, prefix + path, known)
+        path = _path_in(value, detail)
+        names = keys_at(schema, path[:-1], value)
+        sentence = _after_comma(detail, prefix, path, value) or _sentence(detail, prefix + path, names)
         if _WANTED.get(detail["type"]) == _WANTED["dict_type"] and isinstance(detail["input"], str):
-            sentence += _example(detail["input"], _schemas_at(schema, path, given))
-        said, _, what = f"{place(prefix + path)}{sentence}".partition(_SHOULD)
-        wanted.setdefault(said, []).append(what)
+            sentence += _example(detail["input"], _schemas_at(schema, path, value))
+        subject, _, what = f"{place(prefix + path)}{sentence}".partition(_SHOULD)
+        kinds.setdefault(subject, []).append(what)
         absent = detail["input"] is False or str(detail["input"]).lower() in _NULLS
-        if what and absent and "null" not in what and _may_be_null(schema, path, given):
-            wanted[said].append("null for none")
-    return "\n".join(said + _SHOULD * any(what) + ", or ".join(dict.fromkeys(what)) for said, what in wanted.items())
+        if what and absent and "null" not in what and _may_be_null(schema, path, value):
+            kinds[subject].append("null for none")
+    return "\n".join(
+        subject + _SHOULD * any(what) + ", or ".join(dict.fromkeys(what)) for subject, what in kinds.items()
+    )
 
 
 def checked(schema: Any, values: Mapping[str, Any], *, prefix: Path = ()) -> Any:
@@ -113,7 +115,7 @@ def tells_mistakes(cls: type[_T]) -> type[_T]:
 def checked_file(schema: Any, path: pathlib.Path, what: str) -> Any:
     """A dataclass made from a YAML file of `what`. Raises UserError that names the file and each mistake."""
     wrong = f"no YAML file of {what}"
-    text = text_of(path, missing=f"{path}: {wrong}: no such file", wanted="a file")
+    text = text_of(path, missing=f"{path}: {wrong}: no such file", expected="a file")
     try:
         values = parse_yaml(text)
     except (yaml.YAMLError, RecursionError) as error:
@@ -126,25 +128,25 @@ def checked_file(schema: Any, path: pathlib.Path, what: str) -> Any:
         raise UserError(f"{path}: {error}") from None
 
 
-def check_keys(given: Any, schema: Any, name: str) -> None:
+def check_keys(section: Any, schema: Any, name: str) -> None:
     """Raise UserError for a key that a plain dataclass doesn't have; pydantic would pass over it in silence."""
-    found = _dataclasses(schema, given)
-    if not isinstance(given, Mapping) or len(found) != 1 or is_pydantic_dataclass(found[0]):
+    classes = _dataclasses(schema, section)
+    if not isinstance(section, Mapping) or len(classes) != 1 or is_pydantic_dataclass(classes[0]):
         return
-    hints = get_type_hints(found[0], include_extras=True)
-    known = [field.name for field in fields(found[0]) if field.init]
-    for key, value in given.items():
-        if key not in known:
-            raise UserError(f'unknown key "{name}.{key}"; {closest(str(key), known)}')
+    hints = get_type_hints(classes[0], include_extras=True)
+    names = [field.name for field in fields(classes[0]) if field.init]
+    for key, value in section.items():
+        if key not in names:
+            raise UserError(f'unknown key "{name}.{key}"; {closest(str(key), names)}')
         check_keys(value, hints[key], f"{name}.{key}")
 
 
-def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
+def _sentence(detail: Any, path: Path, names: Sequence[str]) -> str:
     """One of pydantic's errors as a sentence: the key, what is there, what it should be."""
     kind, context, name = detail["type"], detail.get("ctx", {}), ".".join(path)
     if kind in _OF_KEYS:
-        instead = _ELSEWHERE.get(path[-1]) or _meant(name) or _in_ascii(path[-1], known)
-        instead = instead or (closest(path[-1], known) if known else None)
+        instead = _ELSEWHERE.get(path[-1]) or _meant(name) or _in_ascii(path[-1], names)
+        instead = instead or (closest(path[-1], names) if names else None)
         return f'unknown key "{name}"' + (f"; {instead}" if instead else "")
     if detail["loc"] and detail["loc"][-1] == "[key]":
         return f'{name}: the key {path[-1]} should be text; write it as "{path[-1]}"'
@@ -204,11 +206,11 @@ def _index(part: str) -> int | None:
     return int(part) if re.fullmatch(r"\d{1,18}", part, re.ASCII) else None
 
 
-def _after_comma(detail: Any, prefix: Path, path: Path, given: Any) -> str | None:
+def _after_comma(detail: Any, prefix: Path, path: Path, value: Any) -> str | None:
     """What to say of the key 5 without a value that YAML makes of {lr: 1,5}; None for another mistake."""
     if detail["type"] not in _OF_KEYS or (key := _index(path[-1])) is None:
         return None
-    section = given
+    section = value
     for part in path[:-1]:
         number = _index(part)
         if isinstance(section, list) and number is not None:
@@ -221,10 +223,10 @@ def _after_comma(detail: Any, prefix: Path, path: Path, given: Any) -> str | Non
     return f'unknown key "{name}"; a decimal number is written with a point, such as 0.{path[-1]}, not a comma'
 
 
-def _in_ascii(key: str, known: Sequence[str]) -> str | None:
+def _in_ascii(key: str, keys: Sequence[str]) -> str | None:
     """What to do about a key of full-width letters, or with a space that isn't one; None for another key."""
     plain = unicodedata.normalize("NFKC", key).strip()
-    odd = [each for each in key if not each.isascii() and (each.isspace() or plain in known)]
+    odd = [character for character in key if not character.isascii() and (character.isspace() or plain in keys)]
     if not odd:
         return None
     return f"it has a {unicodedata.name(odd[0], 'character').lower()} ({ascii(odd[0])[1:-1]}) in it; write {plain}"
@@ -250,10 +252,10 @@ def shown(value: Any) -> str:
     return text if len(text) < 80 else text[:77] + "..."
 
 
-def _path_in(given: Any, detail: Any) -> Path:
+def _path_in(value: Any, detail: Any) -> Path:
     """pydantic's location without the tags of unions, which the user never wrote."""
     path: list[str] = []
-    here = given
+    here = value
     location = detail["loc"]
     for index, part in enumerate(location):
         absent = detail["type"].startswith("missing") and index == len(location) - 1
@@ -274,15 +276,15 @@ def _path_in(given: Any, detail: Any) -> Path:
 
 def _example(word: str, schemas: Sequence[Any]) -> str:
     """An example of a section, for a word in place of one whose `name` or `kind` says which it is."""
-    tags = [f for each in schemas if is_dataclass(each) for f in fields(each) if f.name in TAGS]
+    tags = [f for schema in schemas if is_dataclass(schema) for f in fields(schema) if f.name in TAGS]
     tags = [tag for tag in tags if isinstance(tag.default, str)]
     tag = next((tag for tag in tags if tag.default == word), tags[0] if tags else None)
     return "" if tag is None else f", such as {{{tag.name}: {tag.default}}}"
 
 
-def keys_at(schema: Any, path: Path, given: Any) -> list[str]:
+def keys_at(schema: Any, path: Path, value: Any) -> list[str]:
     """The keys that may stand at `path` below a dataclass."""
-    here = _schemas_at(schema, path, given)
+    here = _schemas_at(schema, path, value)
     return [field.name for field in fields(here[0])] if here and is_dataclass(here[0]) else []
 
 
@@ -294,18 +296,18 @@ def dotted_keys(schema: Any, prefix: Path = ()) -> Iterator[str]:
             yield from dotted_keys(section, (*prefix, name))
 
 
-def _may_be_null(schema: Any, path: Path, given: Any) -> bool:
+def _may_be_null(schema: Any, path: Path, value: Any) -> bool:
     """Whether the key at `path` may be null."""
-    sections = [section for section in _schemas_at(schema, path[:-1], given) if is_dataclass(section)]  # no lists
+    sections = [section for section in _schemas_at(schema, path[:-1], value) if is_dataclass(section)]  # no lists
     hint = get_type_hints(sections[0], include_extras=True).get(path[-1]) if sections and path else None
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     return type(None) in get_args(hint)
 
 
-def _schemas_at(schema: Any, path: Path, given: Any) -> list[Any]:
+def _schemas_at(schema: Any, path: Path, top: Any) -> list[Any]:
     """The dataclasses that may stand at `path` below a dataclass."""
-    here, value, item = _dataclasses(schema, given), given, None
+    here, value, item = _dataclasses(schema, top), top, None
     for part in path:
         if not here:
             return []
@@ -328,11 +330,11 @@ def _dataclasses(hint: Any, value: Any) -> list[Any]:
     if get_origin(hint) is Annotated:
         return _dataclasses(get_args(hint)[0], value)
     if get_origin(hint) in (typing.Union, UnionType):
-        found = [cls for argument in get_args(hint) for cls in _dataclasses(argument, value)]
-        wanted = [value.get(key) for key in TAGS] if isinstance(value, Mapping) else [None, None]
-        tagged = [cls for cls in found if _tag_of(cls) in wanted]
-        others = [cls for cls in found if _tag_of(cls) is MISSING]  # those that take any name
-        return tagged or (others if wanted != [None, None] else found) or found
+        classes = [cls for argument in get_args(hint) for cls in _dataclasses(argument, value)]
+        tags = [value.get(key) for key in TAGS] if isinstance(value, Mapping) else [None, None]
+        tagged = [cls for cls in classes if _tag_of(cls) in tags]
+        others = [cls for cls in classes if _tag_of(cls) is MISSING]  # those that take any name
+        return tagged or (others if tags != [None, None] else classes) or classes
     return []
 
 

@@ -162,11 +162,11 @@ def expanded_in(value: Any) -> Iterator[Expanded]:
 
 def held(values: Any, environ: Environ) -> dict[str, str]:
     """What each variable holds that stands in `values`, and each text around one, with how that was written."""
-    found: dict[str, str] = {}
+    forms: dict[str, str] = {}
     for text in expanded_in(values):
-        found |= {environ[name]: f"${{{name}}}" for name in NAMED.findall(text.written) if name in environ}
-        found.setdefault(str(text), text.written)
-    return found
+        forms |= {environ[name]: f"${{{name}}}" for name in NAMED.findall(text.written) if name in environ}
+        forms.setdefault(str(text), text.written)
+    return forms
 
 
 # Shorter values are not looked for in messages: they are parts of other words, as 4 is of dp4.
@@ -197,7 +197,7 @@ def without_values(message: str, texts: Mapping[str, str] = _HELD) -> str:
     if not forms:
         return message
     longest_first = sorted(forms, key=len, reverse=True)
-    return re.sub("|".join(map(_as_pattern, longest_first)), lambda found: forms[found[0]], message)
+    return re.sub("|".join(map(_as_pattern, longest_first)), lambda match: forms[match[0]], message)
 
 
 def _forms(value: str) -> set[str]:
@@ -206,10 +206,10 @@ def _forms(value: str) -> set[str]:
     lines = [line for line in value.splitlines() if len(line) >= _LONG]
     # Not words of a language, which messages have too.
     words = [word for word in value.split() if len(word) >= _SHORTEST and not word.isalpha()]
-    found = {value, value.strip(), html.escape(value), " ".join(value.split()), *lines, *words}
+    forms = {value, value.strip(), html.escape(value), " ".join(value.split()), *lines, *words}
     with suppress(ValueError):  # no address
-        found.add(urlsplit(value).password or value)
-    return {form for form in (*found, *(each[1:-1] for each in quoted)) if form}
+        forms.add(urlsplit(value).password or value)
+    return {form for form in (*forms, *(text[1:-1] for text in quoted)) if form}
 
 
 def _as_pattern(form: str) -> str:

@@ -25,8 +25,8 @@ METADATA_FILE = ".metadata"
 _MOST_BYTES = 1 << 32  # of the index
 
 _CLASSES: Final = {
-    (each.__module__, each.__name__): each
-    for each in (
+    (kind.__module__, kind.__name__): kind
+    for kind in (
         index.BytesStorageMetadata,
         index.ChunkStorageMetadata,
         index.Metadata,

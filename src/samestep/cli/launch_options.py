@@ -187,7 +187,7 @@ def words_of_others(words: Sequence[str]) -> list[str]:
 # Options that a pod's own launch needs; who it is and where the others are, its variables say.
 _IN_A_POD = (
     *("nodes", "secret_file"),
-    *(each.name for owner in (LaunchTimeouts, RankOptions) for each in options_of(owner)),
+    *(option.name for owner in (LaunchTimeouts, RankOptions) for option in options_of(owner)),
     "chdir",
 )
 

@@ -167,7 +167,9 @@ _SEND = _Collective(kind="point-to-point", message=_given_whole, sent=_everythin
 _ALL_TO_ALL = _Collective(kind="all-to-all", message=_given_whole, sent=_all_but_own)
 
 # What a group of our own does by itself.
-_DIRECT = {each.kind: each for each in (_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _BROADCAST, _REDUCE)}
+_DIRECT = {
+    collective.kind: collective for collective in (_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _BROADCAST, _REDUCE)
+}
 
 # By the operator's name, without the underscores around it that say that it writes in place.
 _COLLECTIVES: Mapping[str, _Collective] = {

@@ -76,8 +76,8 @@ def _times(report: Report) -> Table:
             _share(bus, limit) if bus is not None and limit else "",
         ]
         if several:
-            known = base.get((row.collective, row.bytes))
-            cells.append(f"{known / row.seconds_median:.2f}" if known is not None else "")
+            base_seconds = base.get((row.collective, row.bytes))
+            cells.append(f"{base_seconds / row.seconds_median:.2f}" if base_seconds is not None else "")
         rows.append(cells)
         before = row.collective
     return table(
@@ -140,14 +140,14 @@ def _numbers(values: Sequence[int]) -> str:
     return " ".join(map(str, values)) or "-"
 
 
-def print_support(found: Support, out: Console | None = None) -> None:
+def print_support(support: Support, out: Console | None = None) -> None:
     """Print a table for each back end and device, then the transports left out and the reasons of failures."""
     out = out or console()
-    for (transport, device), rows in found.tables().items():
-        out.print(_support_table(f"{transport} with tensors on {device}, tried on {found.ranks} ranks", rows))
-    for name, reason in found.missing.items():
+    for (transport, device), rows in support.tables().items():
+        out.print(_support_table(f"{transport} with tensors on {device}, tried on {support.ranks} ranks", rows))
+    for name, reason in support.missing.items():
         out.print(f"{name}: not tried: {reason}", soft_wrap=True)
-    for line in found.reasons():
+    for line in support.reasons():
         out.print(line, soft_wrap=True)
 
 
@@ -155,8 +155,8 @@ def _support_table(title: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
     """Collectives by dtype: yes, refused or wrong."""
     cells = []
     for collective, verdicts in rows.items():
-        found = [verdicts.get(short(dtype), "") for dtype in DTYPES]
-        cells.append([collective, *("yes" if each == "works" else each for each in found)])
+        words = [verdicts.get(short(dtype), "") for dtype in DTYPES]
+        cells.append([collective, *("yes" if word == "works" else word for word in words)])
     dtypes = [dtype_in_short(short(dtype)) for dtype in DTYPES]
     return table(texts("collective", *dtypes, whole=True), cells, title=title)
 

@@ -77,40 +77,40 @@ def check_transport(name: str) -> str:
     return name
 
 
-def processes_of(wanted: int | None, device: DeviceChoice) -> int:
+def processes_of(option: int | None, device: DeviceChoice) -> int:
     """Return the number of ranks: those that a launcher has started, or those to start here.
 
     Raises UserError if they are fewer than 2, or more than this host's accelerators.
     """
     ranks = environment.ranks()
     if ranks is not None:
-        if wanted is not None and wanted != ranks.world_size:
+        if option is not None and option != ranks.world_size:
             raise UserError(
-                f"--processes is {wanted}, and a launcher has started {ranks.world_size} ranks; leave it out"
+                f"--processes is {option}, and a launcher has started {ranks.world_size} ranks; leave it out"
             )
         if ranks.world_size < 2:
             raise UserError("a launcher has started 1 rank, and a collective needs 2; start 2 ranks or more")
         return ranks.world_size
     check_not_alone(environment.snapshot())
     there = accelerators() if device == "auto" else 0
-    processes = max(2, there or cores()) if wanted is None else wanted
+    processes = max(2, there or cores()) if option is None else option
     if processes < 2:
         raise UserError(f"--processes is {processes}, and a collective needs 2; use --processes 2")
     check_devices(processes, device)
     return processes
 
 
-def check_sizes(asked: CommRequest, processes: int) -> None:
+def check_sizes(request: CommRequest, processes: int) -> None:
     """Raise UserError for sizes with less than one float32 a rank, or beyond this host's memory."""
     smallest = processes * DTYPE.itemsize
-    if asked.sizes[0] < smallest:
+    if request.sizes[0] < smallest:
         raise UserError(
-            f"--sizes: {binary_size(asked.sizes[0])} gives each of {processes} ranks less than one float32; "
+            f"--sizes: {binary_size(request.sizes[0])} gives each of {processes} ranks less than one float32; "
             f"use {smallest} bytes or more"
         )
     ranks = environment.ranks()
     local = processes if ranks is None else ranks.local_world_size
-    largest = asked.sizes[-1]
+    largest = request.sizes[-1]
     needed, there = local * (_COPIES * largest + _OF_A_PROCESS), available_memory()
     if needed > there:
         fitting = max(0, there // local - _OF_A_PROCESS) // _COPIES

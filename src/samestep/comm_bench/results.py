@@ -40,7 +40,7 @@ class BandwidthLimits:
         """The limit for messages of so many bytes."""
         if not one_host:
             return self.link
-        nearest = min(self.copies, key=lambda each: abs(each - size), default=None)
+        nearest = min(self.copies, key=lambda size_: abs(size_ - size), default=None)
         return None if nearest is None or not size else self.copies[nearest]
 
     def to_json(self) -> dict[str, Any]:

@@ -33,12 +33,12 @@ from samestep.ranks import DeviceChoice
 _STREAM_SECONDS = 1.0  # that the link between hosts is filled
 
 
-def measured(asked: CommRequest, processes: int) -> Report | None:
+def measured(request: CommRequest, processes: int) -> Report | None:
     """Check the results of every requested collective, then time them; None except on rank 0.
 
     Raises UserError and RankFailedError as `samestep.launch.local.start` does.
     """
-    return on_ranks(_measure_rank, processes, asked)
+    return on_ranks(_measure_rank, processes, request)
 
 
 def demonstrated(
@@ -108,21 +108,23 @@ def _demonstrate_rank(names: Sequence[str], device: DeviceChoice, transport: str
             raise UserError(f"--transport {chosen}: {reason}; use {' or '.join(available(met.place))}")
         channel = _channel(chosen, met.place)
         shown = [demonstrate(name, channel, met.control) for name in names]
-        return [each for each in shown if each is not None] if met.world.rank == 0 else None
+        return (
+            [demonstration for demonstration in shown if demonstration is not None] if met.world.rank == 0 else None
+        )
 
 
-def _measure_rank(asked: CommRequest) -> Report | None:
+def _measure_rank(request: CommRequest) -> Report | None:
     """Check, time and find limits on one rank; the report on rank 0, None on the others."""
-    with meet(asked.device) as met:
+    with meet(request.device) as met:
         say = _say if met.world.rank == 0 else lambda text: None
         channels, missing = _channels(met.place)
-        checks = _checks(asked, channels, met.control, say)
+        checks = _checks(request, channels, met.control, say)
         refused = {(check.transport, check.collective) for check in checks if _stops(check)}
         rows: list[CollectiveTiming] = []
-        for name in asked.collectives:
+        for name in request.collectives:
             usable = [channel for channel in channels if (channel.transport, name) not in refused]
-            rows += _timed(name, asked, usable, met.control, say)
-        found = _limits(asked, met, say)
+            rows += _timed(name, request, usable, met.control, say)
+        bandwidths = _limits(request, met, say)
         if met.world.rank != 0:
             return None
         return Report(
@@ -132,7 +134,7 @@ def _measure_rank(asked: CommRequest) -> Report | None:
             checks=checks,
             rows=rows,
             fits=fits(rows),
-            limits=found,
+            limits=bandwidths,
             host={"name": socket.gethostname(), **machine()},
         )
 
@@ -143,26 +145,26 @@ def _stops(check: Check) -> bool:
 
 
 def _checks(
-    asked: CommRequest, channels: Sequence[Channel], control: dist.ProcessGroup, say: Callable[[str], None]
+    request: CommRequest, channels: Sequence[Channel], control: dist.ProcessGroup, say: Callable[[str], None]
 ) -> list[Check]:
     """Check every collective with every dtype on small messages."""
     checks = []
     for channel in channels:
-        for name in asked.collectives:
+        for name in request.collectives:
             for dtype in DTYPES if COLLECTIVES[name].gives != "none" else [DTYPE]:
                 with phases.status(partial("checking {} over {}".format, name, channel.transport)):
                     reason = agreed(attempt(COLLECTIVES[name], channel.group, dtype, channel.device), control)
                 named = {"transport": channel.transport, "collective": name, "dtype": short(dtype)}
                 checks.append(Check(**named, reason=reason, wrong=reason is not None and WRONG in reason))
-        mine = [check for check in checks if check.transport == channel.transport]
-        right, wrong = sum(check.reason is None for check in mine), sum(check.wrong for check in mine)
-        say(f"{channel.transport}: results: {right} right, {wrong} wrong, {len(mine) - right - wrong} refused")
+        own_checks = [check for check in checks if check.transport == channel.transport]
+        right, wrong = sum(check.reason is None for check in own_checks), sum(check.wrong for check in own_checks)
+        say(f"{channel.transport}: results: {right} right, {wrong} wrong, {len(own_checks) - right - wrong} refused")
     return checks
 
 
 def _timed(
     name: str,
-    asked: CommRequest,
+    request: CommRequest,
     channels: Sequence[Channel],
     control: dist.ProcessGroup,
     say: Callable[[str], None],
@@ -171,17 +173,17 @@ def _timed(
     if not channels:
         return []
     began = time.perf_counter()
-    sizes = asked.sizes if COLLECTIVES[name].gives != "none" else asked.sizes[:1]
+    sizes = request.sizes if COLLECTIVES[name].gives != "none" else request.sizes[:1]
     with phases.status(lambda: f"timing {name}"):
-        rows = [row for size in sizes for row in measure(name, size, channels, control, asked.seconds)]
+        rows = [row for size in sizes for row in measure(name, size, channels, control, request.seconds)]
     of_sizes = f" of {in_words(sizes)}" if COLLECTIVES[name].gives != "none" else ""
     say(f"{name}{of_sizes}: {time.perf_counter() - began:.1f} s")
     return rows
 
 
-def _limits(asked: CommRequest, met: JoinedRanks, say: Callable[[str], None]) -> BandwidthLimits:
+def _limits(request: CommRequest, met: JoinedRanks, say: Callable[[str], None]) -> BandwidthLimits:
     """What bounds the bandwidth here: copies in memory, and between hosts the link."""
-    copies = limits.copy_rates(asked.sizes, met.control)
+    copies = limits.copy_rates(request.sizes, met.control)
     if met.place.one_host:
         return BandwidthLimits(copies=copies)
     say("the link between hosts")

@@ -31,7 +31,9 @@ from samestep.subprocess_group import CommandOutcome, signals_raise
 Verdict = Literal["works", "refused", "wrong", "hangs", "crashes"]
 
 GROUP = "(process group)"  # the first attempt with each transport and device: to make its group
-OF_A_DEVICE = 1 + sum(1 if each.gives == "none" else len(DTYPES) for each in COLLECTIVES.values())  # attempts
+OF_A_DEVICE = 1 + sum(
+    1 if collective.gives == "none" else len(DTYPES) for collective in COLLECTIVES.values()
+)  # attempts
 
 _TIMED_OUT = 3  # exit code of a rank whose attempt timed out
 _START = 120.0  # seconds for ranks to start, in addition to their attempts
@@ -47,20 +49,25 @@ class Support:
 
     def tables(self) -> dict[tuple[str, str], dict[str, dict[str, str]]]:
         """Group verdicts by transport and device, then by collective, then by dtype."""
-        found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
-        for each in self.attempts:
-            if each["collective"] != GROUP:
-                rows = found.setdefault((each["transport"], each["device"]), {})
-                rows.setdefault(each["collective"], {})[each["dtype"]] = each["verdict"]
-        return found
+        by_transport: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+        for row in self.attempts:
+            if row["collective"] != GROUP:
+                rows = by_transport.setdefault((row["transport"], row["device"]), {})
+                rows.setdefault(row["collective"], {})[row["dtype"]] = row["verdict"]
+        return by_transport
 
     def reasons(self) -> list[str]:
         """Describe failures, a line for each reason with the collectives and dtypes that it applies to."""
         dtypes: dict[tuple[str, str, str, str], list[str]] = {}
-        for each in self.attempts:
-            if each["verdict"] != "works":
-                key = (each["transport"], each["device"], each["collective"], f"{each['verdict']}: {each['reason']}")
-                dtypes.setdefault(key, []).append(each["dtype"])
+        for row in self.attempts:
+            if row["verdict"] != "works":
+                key = (
+                    row["transport"],
+                    row["device"],
+                    row["collective"],
+                    f"{row['verdict']}: {row['reason']}",
+                )
+                dtypes.setdefault(key, []).append(row["dtype"])
         lines: dict[tuple[str, str, str, tuple[str, ...]], list[str]] = {}
         for (transport, device, collective, reason), names in dtypes.items():
             lines.setdefault((transport, device, reason, tuple(names)), []).append(collective)
@@ -74,7 +81,7 @@ class Support:
 
 
 def supported(device: DeviceChoice, ranks: int, *, limit: float) -> Support | None:
-    """Try every collective, dtype and device, for `limit` seconds an attempt; None except on rank 0.
+    """Try every collective, dtype and device, for `limit` seconds an row; None except on rank 0.
 
     Ranks that a launcher has started can't be restarted here: a crash ends the job.
     """
@@ -120,12 +127,12 @@ def _tried(folder: Path, device: DeviceChoice, ranks: int, limit: float) -> list
     while True:
         file = folder / f"from-{first}.jsonl"
         outcome = run_ranks(try_rank, (str(file), device, first, limit), ranks, limit=_START + OF_A_DEVICE * limit)
-        found = read_notes(file)
-        lines += found
-        total = next((line["attempts"] for line in found if "attempts" in line), None)
-        if total is not None and total == 1 + max((line["index"] for line in found if "verdict" in line), default=-1):
+        notes = read_notes(file)
+        lines += notes
+        total = next((line["attempts"] for line in notes if "attempts" in line), None)
+        if total is not None and total == 1 + max((line["index"] for line in notes if "verdict" in line), default=-1):
             return lines
-        stopped = _stopped(found, outcome)
+        stopped = _stopped(notes, outcome)
         if stopped is None:
             last = [line for line in outcome.output.splitlines() if line.strip()]
             raise StartError(f"{ranks} ranks can't be started: {last[-1] if last else f'exit code {outcome.code}'}")
@@ -145,7 +152,7 @@ def _stopped(lines: Sequence[Mapping[str, Any]], outcome: CommandOutcome) -> dic
     if not begun:
         return None
     line = dict(begun[0])
-    if outcome.code is None or any(each.get("timed_out") for each in lines):
+    if outcome.code is None or any(line.get("timed_out") for line in lines):
         return {**line, "verdict": "hangs", "reason": "it did not return within the time limit"}
     return {**line, "verdict": "crashes", "reason": _why(outcome.output)}
 
@@ -206,40 +213,40 @@ def _try_all(
             say({"transport": name, "missing": reason})
     groups: dict[str, dist.ProcessGroup] = {}
     lost: dict[tuple[str, str], str] = {}  # of transport and device, why there is no group
-    last = {each.transport: each.index for each in tries(place)}
+    last = {attempt_.transport: attempt_.index for attempt_ in tries(place)}
     say({"attempts": 1 + max(last.values(), default=-1)})
-    for each in tries(place):
-        if each.index < first and (each.collective != GROUP or last[each.transport] < first):
+    for try_ in tries(place):
+        if try_.index < first and (try_.collective != GROUP or last[try_.transport] < first):
             continue
-        at = (each.transport, each.device)
+        at = (try_.transport, try_.device)
         if at in lost:
-            say({**each.to_json(), "verdict": "refused", "reason": lost[at]})
+            say({**try_.to_json(), "verdict": "refused", "reason": lost[at]})
             continue
-        if each.index >= first:
-            say(each.to_json())
-        with _Watchdog(limit, lambda each=each: say({"index": each.index, "timed_out": True})):
-            if each.collective == GROUP:
-                told = agreed(_group(each, place, groups), control)
+        if try_.index >= first:
+            say(try_.to_json())
+        with _Watchdog(limit, lambda attempt_=try_: say({"index": attempt_.index, "timed_out": True})):
+            if try_.collective == GROUP:
+                told = agreed(_group(try_, place, groups), control)
             else:
-                device = next(one for one in TABLE[each.transport].devices(place) if one.type == each.device)
-                mine = attempt(COLLECTIVES[each.collective], groups[each.transport], each.dtype, device)
-                told = agreed(mine, control)
-        if each.collective == GROUP and told is not None:
+                device = next(one for one in TABLE[try_.transport].devices(place) if one.type == try_.device)
+                outcome_here = attempt(COLLECTIVES[try_.collective], groups[try_.transport], try_.dtype, device)
+                told = agreed(outcome_here, control)
+        if try_.collective == GROUP and told is not None:
             lost[at] = told
-        if each.index >= first:
-            say({**each.to_json(), "verdict": _verdict(told), "reason": told})
+        if try_.index >= first:
+            say({**try_.to_json(), "verdict": _verdict(told), "reason": told})
 
 
-def _group(each: SupportAttempt, place: TransportContext, groups: dict[str, dist.ProcessGroup]) -> str | None:
+def _group(attempt: SupportAttempt, place: TransportContext, groups: dict[str, dist.ProcessGroup]) -> str | None:
     """Create a transport's group unless it exists. Returns why this rank has none, or None."""
-    transport = TABLE[each.transport]
-    if each.transport not in groups:
+    transport = TABLE[attempt.transport]
+    if attempt.transport not in groups:
         try:
-            groups[each.transport] = transport.group(place)
+            groups[attempt.transport] = transport.group(place)
         except Exception as error:  # of whatever kind the back end has
             return str(error).partition("\n")[0] or type(error).__name__
     # Attempts through a group that fell back would be another transport's.
-    return transport.fallen_back(groups[each.transport])
+    return transport.fallen_back(groups[attempt.transport])
 
 
 def _verdict(reason: str | None) -> Verdict:

@@ -25,7 +25,7 @@ def known_columns() -> Columns:
     ]
 
 
-def time_columns(found: "Comparison") -> Columns:
+def time_columns(comparison: "Comparison") -> Columns:
     """The columns of time of measured rows."""
     whole = partial(SharedColumn, whole=True)
 
@@ -37,10 +37,10 @@ def time_columns(found: "Comparison") -> Columns:
         return f"{min(times):.2f} - {max(times):.2f}"
 
     def speed_up(row: "ComparisonRow") -> str:
-        return formatted(found.speed_up(row), "{:.2f}")
+        return formatted(comparison.speed_up(row), "{:.2f}")
 
     def over_core(row: "ComparisonRow") -> str:
-        return formatted(found.speed_up(row, SINGLE_CORE), "{:.2f}")
+        return formatted(comparison.speed_up(row, SINGLE_CORE), "{:.2f}")
 
     def samples(row: "ComparisonRow") -> str:
         return formatted(row.median(lambda run: run.samples_per_second), "{:,.0f}")
@@ -63,9 +63,9 @@ def time_columns(found: "Comparison") -> Columns:
     ]
 
 
-def cost_columns(found: "Comparison") -> Columns:
+def cost_columns(comparison: "Comparison") -> Columns:
     """The columns of memory, traffic, score, and agreement with one process."""
-    metric = (found.metric_name or "metric").replace("_", " ")
+    metric = (comparison.metric_name or "metric").replace("_", " ")
 
     def rank_memory(row: "ComparisonRow") -> str:
         return formatted(row.largest_memory, "{:,.0f}", 1e6)

@@ -167,9 +167,9 @@ def compare_job(
     return Comparison(job=job, processes=processes, cores=budget, repeats=repeats, rows=rows, machine=machine())
 
 
-def _processes(job: Job, wanted: int | None) -> int:
+def _processes(job: Job, asked_processes: int | None) -> int:
     """As many as asked for, or as there are accelerators, or cores."""
-    processes = wanted if wanted is not None else job.run.processes
+    processes = asked_processes if asked_processes is not None else job.run.processes
     if processes is None:
         processes = (accelerators() if job.run.device == "auto" else 0) or cores()
     check_whole("processes", processes, most=MOST_RANKS_A_HOST)
@@ -230,14 +230,16 @@ class _Runner:
         runnable = [entry for entry in planned if entry.row.status == "measured"]
         with Bar("compare", 1 + len(runnable) * (1 + repeats)) as bar:
             bar.say("the reference: one process in float64")
-            known = self._reference(reference)
+            reference_norms = self._reference(reference)
             bar.advance()
             turns = _turns(runnable, repeats)
             for take, entry in turns:
                 row = rows[entry.row.method]
                 if row.status == "measured":
                     bar.say(f"{row.method.name}, {'first steps' if take == 0 else f'repeat {take} of {repeats}'}")
-                    rows[row.method] = self._held(entry, row, known) if take == 0 else self._measured(entry, row)
+                    rows[row.method] = (
+                        self._held(entry, row, reference_norms) if take == 0 else self._measured(entry, row)
+                    )
                 bar.advance()
         return list(rows.values())
 
@@ -251,7 +253,7 @@ class _Runner:
             raise UserError(reason)
         raise RankFailedError(0, outcome.output or reason)
 
-    def _held(self, entry: MethodJob, row: ComparisonRow, known: Sequence[float]) -> ComparisonRow:
+    def _held(self, entry: MethodJob, row: ComparisonRow, reference_norms: Sequence[float]) -> ComparisonRow:
         """Run the method's first steps, and add their comparison with the reference to the row."""
         if not row.synchronous:
             return row
@@ -262,7 +264,7 @@ class _Runner:
             held = SameStep(
                 precision=precision,
                 losses=results.losses(folder),
-                reference=known,
+                reference=reference_norms,
                 parameters=self._references.hold(folder / MODEL_FILE, precision),
                 norms=self._references.hold_norms(results.grad_norms(folder), precision),
             )
@@ -275,8 +277,8 @@ class _Runner:
 
         Only the first repeat evaluates, since the others take the same steps; with early stopping every repeat does.
         """
-        known = row.runs and entry.job.recipe.early_stop is None
-        job = unevaluated(entry.job) if known else entry.job
+        measured_before = row.runs and entry.job.recipe.early_stop is None
+        job = unevaluated(entry.job) if measured_before else entry.job
 
         def read(folder: Path, seconds: float) -> ComparisonRow:
             return replace(row, runs=(*row.runs, results.read(folder, seconds)))

@@ -140,23 +140,23 @@ METHODS = (
 # fmt: on
 
 
-def chosen(wanted: Sequence[str | ComparedMethod] | None, processes: int) -> list[ComparedMethod]:
+def chosen(methods_named: Sequence[str | ComparedMethod] | None, processes: int) -> list[ComparedMethod]:
     """The methods of these names, or those of the published comparison and samestep's layouts.
 
     A name may also be "engine:layout", such as "native:dp2 tp2", or a method of one's own. Raises UserError for an
     unknown name.
     """
-    table = {method.name: method for method in (each.of(processes) for each in METHODS)}
-    if wanted is None:
+    table = {method.name: method for method in (declared.of(processes) for declared in METHODS)}
+    if methods_named is None:
         return [method for method in table.values() if method.default]
-    found: dict[str, ComparedMethod] = {}
-    for each in wanted:
-        name = each.strip() if isinstance(each, str) else each.name
+    methods: dict[str, ComparedMethod] = {}
+    for entry in methods_named:
+        name = entry.strip() if isinstance(entry, str) else entry.name
         if name:
-            found[name] = _found(name, processes, table) if isinstance(each, str) else each.of(processes)
-    if not found:
+            methods[name] = _found(name, processes, table) if isinstance(entry, str) else entry.of(processes)
+    if not methods:
         raise UserError('methods names none; use "single, ddp-torchrun, native:dp2 tp2"')
-    return list(found.values())
+    return list(methods.values())
 
 
 def _found(name: str, processes: int, table: dict[str, ComparedMethod]) -> ComparedMethod:
@@ -168,8 +168,8 @@ def _pair(name: str, processes: int, table: dict[str, ComparedMethod]) -> Compar
     engine, colon, text = name.partition(":")
     if not colon:
         raise UserError(f'unknown method "{name}"; {closest(name, table)}; or a pair engine:layout, {_EXAMPLE}')
-    if engine not in (known := engine_names()):
-        raise UserError(f'method "{name}": there is no engine "{engine}"; {closest(engine, known)}')
+    if engine not in (engines := engine_names()):
+        raise UserError(f'method "{name}": there is no engine "{engine}"; {closest(engine, engines)}')
     try:
         layout = str(Layout.parse(text, processes if unsized(text) else None))
     except LayoutError as error:

@@ -34,14 +34,14 @@ def color(row: "ComparisonRow") -> str:
     return _COLORS.get(row.method.engine, _OTHER)
 
 
-def figures(found: "Comparison") -> str:
+def figures(comparison: "Comparison") -> str:
     """Every figure by its name and its language, as JSON that may stand in a page."""
-    rows = [row for row in found.rows if row.runs]
-    drawn = {name: in_languages(partial(draw, found, rows)) for name, draw in _FIGURES.items()}
+    rows = [row for row in comparison.rows if row.runs]
+    drawn = {name: in_languages(partial(draw, comparison, rows)) for name, draw in _FIGURES.items()}
     return json_in_html(drawn)
 
 
-def _times(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
+def _times(comparison: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
     """Bars from nothing to the median, and a line from the fastest to the slowest repeat."""
     medians = [row.seconds or 0.0 for row in rows]
     seconds = [[run.seconds for run in row.runs] for row in rows]
@@ -53,8 +53,8 @@ def _times(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) 
         error_x={
             "type": "data",
             "symmetric": False,
-            "array": [max(each) - middle for each, middle in zip(seconds, medians, strict=True)],
-            "arrayminus": [middle - min(each) for each, middle in zip(seconds, medians, strict=True)],
+            "array": [max(runs) - middle for runs, middle in zip(seconds, medians, strict=True)],
+            "arrayminus": [middle - min(runs) for runs, middle in zip(seconds, medians, strict=True)],
             "color": "#1f2328",
             "thickness": 1.4,
         },
@@ -63,7 +63,7 @@ def _times(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) 
     return _bars([bar], rows, Words("seconds of training", "训练时间（秒）")[language])
 
 
-def _losses(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
+def _losses(comparison: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
     figure = go.Figure()
     for row, dash in _dashed(rows):
         steps = list(range(1, len(row.runs[0].losses) + 1))
@@ -77,7 +77,7 @@ def _losses(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int)
     return _lines(figure, Words("step", "步")[language], Words("training loss", "训练损失")[language])
 
 
-def _scores(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
+def _scores(comparison: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
     figure = go.Figure()
     for row, dash in _dashed(rows):
         scores = row.runs[0].scores
@@ -88,17 +88,17 @@ def _scores(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int)
             mode="lines+markers",
             line={"color": color(row), "dash": dash, "width": 1.8},
         )
-    metric = (found.metric_name or "").replace("_", " ")
+    metric = (comparison.metric_name or "").replace("_", " ")
     return _lines(figure, Words("seconds of training", "训练时间（秒）")[language], metric)
 
 
-def _memory(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
+def _memory(comparison: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
     """Peak memory of each rank, in MB."""
     of_ranks = [row.runs[0].peak_memory_bytes for row in rows]
     return _ranks(rows, of_ranks, 1e6, language, Words("peak memory of a rank, MB", "每个 rank 的峰值内存（MB）"))
 
 
-def _traffic(found: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
+def _traffic(comparison: "Comparison", rows: "Sequence[ComparisonRow]", language: int) -> go.Figure:
     """What each rank sends in a step, in MB."""
     of_ranks = [row.runs[0].sent_bytes for row in rows]
     title = Words("sent by a rank in one step, MB", "每个 rank 每步发送（MB）")

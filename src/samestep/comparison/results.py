@@ -149,7 +149,7 @@ def machine() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "accelerators": f"{there} x {name}" if there else "none",
         "python": platform.python_version(),
-        "packages": {package: found for package in _packages() if (found := _version(package))},
+        "packages": {package: installed for package in _packages() if (installed := _version(package))},
     }
 
 
@@ -239,11 +239,11 @@ class Comparison:
     @property
     def remarks(self) -> dict[str, list[str]]:
         """The names of the methods whose runs printed a message, by message."""
-        found: dict[str, list[str]] = {}
+        remarks: dict[str, list[str]] = {}
         for row in self.rows:
             for remark in row.remarks:
-                found.setdefault(remark, []).append(row.method.name)
-        return found
+                remarks.setdefault(remark, []).append(row.method.name)
+        return remarks
 
     def row(self, name: str) -> ComparisonRow | None:
         return next((row for row in self.rows if row.method.name == name), None)
@@ -276,7 +276,7 @@ class Comparison:
             "machine": dict(self.machine),
             "versions": self.versions,
             "rows": [self._row_json(row) for row in self.rows],
-            "published": [{**asdict(each), "name": each.name._asdict()} for each in PUBLISHED],
+            "published": [{**asdict(method), "name": method.name._asdict()} for method in PUBLISHED],
         }
 
     def save_report(self, file: Path) -> None:

@@ -79,7 +79,7 @@ class SameStep:
     @property
     def same(self) -> bool:
         return self.difference < self.tolerance and all(
-            each is None or each.same for each in (self.parameters, self.norms)
+            part is None or part.same for part in (self.parameters, self.norms)
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -102,28 +102,28 @@ class References:
     def hold(self, weights: Path, precision: str) -> ParametersHeld | None:
         """Compare a run's saved weights with the reference; None if it left no readable ones."""
         try:
-            mine = load_file(weights)
+            weights_here = load_file(weights)
         except (OSError, SafetensorError):
             return None
-        known = self._of(precision)
-        theirs = load_file(known.parameters)
-        shared = {name: as_real(value) for name, value in mine.items() if name in theirs}
+        expected = self._of(precision)
+        theirs = load_file(expected.parameters)
+        shared = {name: as_real(value) for name, value in weights_here.items() if name in theirs}
         if not shared:
             return None
-        apart = _in_float64 if known.allowed is None else _shares_of_rounding
-        found = apart(shared, theirs, known)
-        name = max(found, key=lambda name: found[name])
-        return ParametersHeld(worst=found[name], parameter=name)
+        apart = _in_float64 if expected.allowed is None else _shares_of_rounding
+        differences = apart(shared, theirs, expected)
+        name = max(differences, key=lambda name: differences[name])
+        return ParametersHeld(worst=differences[name], parameter=name)
 
     def hold_norms(self, norms: Sequence[float | None], precision: str) -> NormsHeld | None:
         """Compare a run's gradient norms with the reference; None if a step has none."""
-        mine = [each for each in norms if each is not None]
-        if len(mine) < len(norms) or not mine:
+        own_norms = [norm for norm in norms if norm is not None]
+        if len(own_norms) < len(norms) or not own_norms:
             return None
-        known = self._of(precision)
+        expected = self._of(precision)
         return NormsHeld(
-            difference=largest(relative(a, b) for a, b in pairs(mine, known.grad_norms)),
-            tolerance=TOLERANCE if known.allowed is None else tolerance_of(known.allowed),
+            difference=largest(relative(a, b) for a, b in pairs(own_norms, expected.grad_norms)),
+            tolerance=TOLERANCE if expected.allowed is None else tolerance_of(expected.allowed),
         )
 
     def _of(self, precision: str) -> Reference:
@@ -137,25 +137,25 @@ class References:
         return self._known[precision]
 
 
-def _in_float64(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Reference) -> dict[str, float]:
+def _in_float64(own: dict[str, Tensor], theirs: dict[str, Tensor], expected: Reference) -> dict[str, float]:
     """Return each parameter's difference in units of the proof's tolerance."""
-    moves = load_file(known.rounding) if known.rounding is not None else {}
-    squares = sum(theirs[name].double().square().sum().item() for name in mine)
-    floor = math.sqrt(squares / sum(value.numel() for value in mine.values()))
+    moves = load_file(expected.rounding) if expected.rounding is not None else {}
+    squares = sum(theirs[name].double().square().sum().item() for name in own)
+    floor = math.sqrt(squares / sum(value.numel() for value in own.values()))
     return {
         name: relative_tensors(value.double(), theirs[name], floor, rounding=moves.get(name)) / TOLERANCE
-        for name, value in mine.items()
+        for name, value in own.items()
     }
 
 
-def _shares_of_rounding(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Reference) -> dict[str, float]:
+def _shares_of_rounding(own: dict[str, Tensor], theirs: dict[str, Tensor], expected: Reference) -> dict[str, float]:
     """Return each parameter's difference as a share of the measured rounding."""
-    assert known.allowed is not None
-    moves = load_file(known.allowed.moves)
-    typical = known.allowed.typical
+    assert expected.allowed is not None
+    moves = load_file(expected.allowed.moves)
+    typical = expected.allowed.typical
     return {
         name: share_of_rounding(value, theirs[name], moves.get(name), typical.get(name, 0.0))
-        for name, value in mine.items()
+        for name, value in own.items()
     }
 
 

@@ -94,7 +94,7 @@ def read_utf8(path: Path, *, nul: bool = False) -> str:
 
     `nul`: the character NUL is taken, as any other of running text.
     """
-    return text_of(path, missing=f"no data file {path}", wanted="a data file", most=None, newlines=False, nul=nul)
+    return text_of(path, missing=f"no data file {path}", expected="a data file", most=None, newlines=False, nul=nul)
 
 
 def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

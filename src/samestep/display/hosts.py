@@ -66,7 +66,7 @@ class HostsShown:
             "place": cluster.place,
             "job": cluster.job,
             "this": cluster.this,
-            "read": [asdict(each) for each in self.found.read],
+            "read": [asdict(reading) for reading in self.found.read],
             "slots_from": self.found.slots_from,
             "on_every_host": self.found.on_every_host,
             "hosts": [asdict(host) for host in cluster.hosts],

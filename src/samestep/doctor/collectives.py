@@ -64,11 +64,11 @@ class CollectiveTrial:
 
 def trials() -> list[CollectiveTrial]:
     """Return a trial on the CPU, and one on the accelerators if there are any, one rank on each."""
-    found = [CollectiveTrial(backend="gloo", device="cpu", ranks=_RANKS)]
+    trials = [CollectiveTrial(backend="gloo", device="cpu", ranks=_RANKS)]
     if there := accelerators():
         backend = backend_of(device_of(0)).rpartition(":")[2]
-        found.append(CollectiveTrial(backend=backend, device="auto", ranks=min(_RANKS, there)))
-    return found
+        trials.append(CollectiveTrial(backend=backend, device="auto", ranks=min(_RANKS, there)))
+    return trials
 
 
 def collectives(trial: CollectiveTrial, limit: float) -> Iterator[DoctorFinding]:

@@ -30,21 +30,21 @@ CHECKS: Mapping[str, Check] = {
 }
 
 
-def examine(asked: ExaminationRequest, *, limit: float) -> Iterator[DoctorFinding]:
+def examine(request: ExaminationRequest, *, limit: float) -> Iterator[DoctorFinding]:
     """Run all checks in parallel, then the collectives; each of the two within `limit` seconds.
 
     A check may hang on a name server or a network disk that doesn't answer; it is then abandoned and reported.
     """
-    running = {name: _Running(partial(check, asked)) for name, check in CHECKS.items()}
-    running |= {f"host {host}": _Running(partial(network.reached, host)) for host in asked.hosts}
+    running = {name: _Running(partial(check, request)) for name, check in CHECKS.items()}
+    running |= {f"host {host}": _Running(partial(network.reached, host)) for host in request.hosts}
     until = time.monotonic() + limit
     for name, check in running.items():
         with phases.status(partial("looking at {}".format, name)):
             yield from check.findings(name, until)
     with signals_raise():
-        for each in collectives.trials():
-            with phases.phase(f"trying collectives of {each.backend} on {each.ranks} ranks"):
-                yield from collectives.collectives(each, limit)
+        for trial in collectives.trials():
+            with phases.phase(f"trying collectives of {trial.backend} on {trial.ranks} ranks"):
+                yield from collectives.collectives(trial, limit)
 
 
 class _Running(threading.Thread):

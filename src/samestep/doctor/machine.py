@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def cores(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def cores(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the cores of the machine, of this process's affinity mask, and of its cgroup's quota."""
     of_machine, usable, quota = os.cpu_count() or 1, usable_cores(), cpu_quota(_CGROUPS)
     values = {"machine": of_machine, "usable": usable, "quota": quota}
@@ -69,23 +69,23 @@ def cpu_quota(groups: Path) -> float | None:
         return None
 
 
-def threads(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def threads(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check OMP_NUM_THREADS against the available cores."""
-    wanted, usable = environment.asked_threads(), usable_cores()
-    if wanted is None:
+    threads_set, usable = environment.asked_threads(), usable_cores()
+    if threads_set is None:
         yield ok("threads", "OMP_NUM_THREADS is not set: samestep shares the cores out among the ranks of a host")
-    elif wanted > usable:
+    elif threads_set > usable:
         yield warning(
             "threads",
-            f"OMP_NUM_THREADS={wanted}, and there are {usable} cores",
+            f"OMP_NUM_THREADS={threads_set}, and there are {usable} cores",
             "unset OMP_NUM_THREADS, or set it to the cores of one rank",
-            threads=wanted,
+            threads=threads_set,
         )
     else:
-        yield ok("threads", f"OMP_NUM_THREADS={wanted}: every rank has so many", threads=wanted)
+        yield ok("threads", f"OMP_NUM_THREADS={threads_set}: every rank has so many", threads=threads_set)
 
 
-def numa(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def numa(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Count the NUMA nodes; access to another node's memory is slower."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if nodes > 1:
@@ -104,7 +104,7 @@ _CONTAINER_DEFAULT = 64 * 2**20  # what a container gets by default
 _LITTLE = 2**30
 
 
-def memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def memory(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the free memory of the machine, and the limit of this process's cgroup."""
     there, limit = psutil.virtual_memory(), cgroup_limit()
     total, free = there.total, there.available
@@ -118,7 +118,7 @@ def memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
         yield ok("memory", text, **values)
 
 
-def swap(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def swap(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check how much memory is swapped out."""
     used = psutil.swap_memory().used
     if used > _LITTLE // 4:
@@ -132,7 +132,7 @@ def swap(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
         yield ok("swap", "nothing to speak of is swapped out", used_bytes=used)
 
 
-def shared_memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def shared_memory(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the free space in /dev/shm, through which loader workers and NCCL pass tensors."""
     if not SHARED.is_dir():
         yield ok("shared memory", f"there is no {SHARED} on this system")
@@ -160,9 +160,9 @@ def shared_memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
 _TOO_LITTLE, _LITTLE_ON_DISK = 100 * 2**20, 5 * 2**30
 
 
-def disks(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def disks(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the free space in the folders that a training writes to."""
-    yield _folder("runs' folder", asked.folder, "write elsewhere with run.folder or --folder")
+    yield _folder("runs' folder", request.folder, "write elsewhere with run.folder or --folder")
     yield _folder("temporary folder", Path(tempfile.gettempdir()), "point TMPDIR to a folder with more room")
 
 
@@ -190,7 +190,7 @@ _FEW, _TOO_FEW = 4096, 256  # open files
 _REMEDY = "ulimit -n 65536 before the start, LimitNOFILE= in a systemd unit, or docker run --ulimit nofile=65536"
 
 
-def open_files(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def open_files(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the limit of open files; every peer and every tensor from a loader worker takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     values: dict[str, Any] = {"soft": soft, "hard": hard}
@@ -204,7 +204,7 @@ def open_files(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
         yield ok("open files", f"a process may open {soft:,}", **values)
 
 
-def locked_memory(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def locked_memory(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check the limit of locked memory, which InfiniBand needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
@@ -222,7 +222,7 @@ _STEPS = 1000
 _UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 
 
-def clock(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def clock(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check that the clock advances and is synchronized, which matters between hosts."""
     times = [time.monotonic_ns() for _ in range(_STEPS)]
     if any(later < earlier for earlier, later in itertools.pairwise(times)):
@@ -235,7 +235,7 @@ def clock(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
         yield ok("clock", f"{text}; whether it follows a time server is not known here")
     elif state != _UNSYNCHRONISED:
         yield ok("clock", f"{text}, and follows a time server", **values)
-    elif asked.hosts:
+    elif request.hosts:
         remedy = "let all hosts follow one time server: chrony or systemd-timesyncd"
         yield warning("clock", f"{text}, and follows no time server", remedy, **values)
     else:
@@ -246,14 +246,14 @@ def _state() -> int | None:
     """Return the state of the system clock from adjtimex(2), which is only read; None if unavailable."""
     if sys.platform != "linux":
         return None
-    asked = ctypes.create_string_buffer(512)  # struct timex; modes = 0 reads only
+    timex = ctypes.create_string_buffer(512)  # struct timex; modes = 0 reads only
     try:
-        return ctypes.CDLL(None).adjtimex(asked)
+        return ctypes.CDLL(None).adjtimex(timex)
     except (OSError, AttributeError):
         return None
 
 
-def torch_build(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def torch_build(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Python, PyTorch and the kind of device it is built for, and the accelerators that it sees."""
     names = accelerator_names()
     text = f"Python {platform.python_version()}, PyTorch {version('torch')} built for {build()}"
@@ -273,7 +273,7 @@ def torch_build(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
         yield ok("PyTorch", f"{text}, no accelerator", accelerators=[], **values)
 
 
-def packages(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def packages(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """What samestep must have, in the versions that it asks for, then its extras."""
     if not is_installed("packaging"):
         yield warning("packages", "packaging is not installed, so no versions were compared", "pip install packaging")
@@ -289,18 +289,18 @@ def packages(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
             "pip install --editable packages/prove --editable .",
         )
         return
-    always = [each for each in needed if each.marker is None]
-    wrong = [text for each in always if (text := _wrong(each)) is not None]
+    always = [requirement for requirement in needed if requirement.marker is None]
+    wrong = [text for requirement in always if (text := _wrong(requirement)) is not None]
     if wrong:
         yield problem("packages", "; ".join(wrong), "pip install --upgrade samestep")
     else:
-        yield ok("packages", ", ".join(f"{each.name} {version(each.name)}" for each in always))
+        yield ok("packages", ", ".join(f"{requirement.name} {version(requirement.name)}" for requirement in always))
     extras = {
         extra: of_extra
-        for extra in sorted({name for each in needed for name in _extras(each)} - {"dev"})
-        if (of_extra := [each for each in needed if extra in _extras(each)])
+        for extra in sorted({name for requirement in needed for name in _extras(requirement)} - {"dev"})
+        if (of_extra := [requirement for requirement in needed if extra in _extras(requirement)])
     }
-    yield from (_extra(extra, wanted) for extra, wanted in extras.items())
+    yield from (_extra(extra, requirements) for extra, requirements in extras.items())
 
 
 def _extras(requirement: "Requirement") -> list[str]:
@@ -312,27 +312,31 @@ def _extras(requirement: "Requirement") -> list[str]:
 def _wrong(requirement: "Requirement") -> str | None:
     """Return why a requirement is not met; None if it is."""
     try:
-        found = version(requirement.name)
+        installed = version(requirement.name)
     except PackageNotFoundError:
         return f"{requirement.name} is not installed"
-    if requirement.specifier.contains(found, prereleases=True):
+    if requirement.specifier.contains(installed, prereleases=True):
         return None
-    return f"{requirement.name} is {found}, and {requirement.specifier} is wanted"
+    return f"{requirement.name} is {installed}, and {requirement.specifier} is wanted"
 
 
-def _extra(extra: str, wanted: "list[Requirement]") -> DoctorFinding:
+def _extra(extra: str, requirements: "list[Requirement]") -> DoctorFinding:
     """Check that the packages of an extra are installed in matching versions."""
     subject, install = f"extra {extra}", f'pip install --upgrade "samestep[{extra}]"'
-    wrong = [(each, text) for each in wanted if (text := _wrong(each)) is not None]
+    wrong = [(requirement, text) for requirement in requirements if (text := _wrong(requirement)) is not None]
     if not wrong:
-        return ok(subject, ", ".join(f"{each.name} {version(each.name)}" for each in wanted), installed=True)
+        return ok(
+            subject,
+            ", ".join(f"{requirement.name} {version(requirement.name)}" for requirement in requirements),
+            installed=True,
+        )
     text = "; ".join(text for _, text in wrong)
     if all(text.endswith("is not installed") for _, text in wrong):
         return ok(subject, text, f"to have it: {install}", installed=False)
     return warning(subject, text, install, installed=True)
 
 
-def engines(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def engines(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check which engines have their packages installed, those that other distributions add among them."""
     for name in engine_names():
         try:

@@ -18,7 +18,7 @@ _TRIES = 3
 _CLOCKS_APART = 1.0  # seconds from which time stamps of logs and checkpoints mislead
 
 
-def own_name(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def own_name(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check that this host's name resolves to one of its addresses; gloo listens there for ranks of other hosts."""
     interface = environment.gloo_interface()
     if interface is not None:
@@ -27,13 +27,13 @@ def own_name(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
     name = socket.gethostname()
     addresses = _addresses(name)
     values: dict[str, Any] = {"name": name, "addresses": addresses}
-    report = problem if asked.hosts else ok
+    report = problem if request.hosts else ok
     remedy = "a line in /etc/hosts with the address that the other hosts use, or GLOO_SOCKET_IFNAME=<interface>"
     if not addresses:
         yield report("own name", f"{name} does not resolve; for one host that is enough", remedy, **values)
     elif not any(map(is_ours, addresses)):
         text = f"{name} resolves to {addresses[0]}, which is no address of this host"
-        yield (problem if asked.hosts else warning)("own name", text, remedy, **values)
+        yield (problem if request.hosts else warning)("own name", text, remedy, **values)
     elif all(address.startswith("127.") or address == "::1" for address in addresses):
         text = f"{name} resolves to the loopback ({addresses[0]}): enough for one host, and no other reaches it"
         yield report("own name", text, remedy, **values)
@@ -122,7 +122,7 @@ def _clock(host: HostAddress) -> DoctorFinding:
     return ok(subject, text, **values)
 
 
-def loopback(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def loopback(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check that a socket can listen on the loopback and be reached, as ranks of one host need."""
     try:
         with socket.create_server((LOOPBACK, 0)) as listening:
@@ -137,24 +137,24 @@ def loopback(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
         )
 
 
-def port(asked: ExaminationRequest) -> Iterator[DoctorFinding]:
+def port(request: ExaminationRequest) -> Iterator[DoctorFinding]:
     """Check whether the given port is free, and report which process holds it."""
-    if asked.port is None:
+    if request.port is None:
         return
-    subject = f"port {asked.port}"
-    reason = _taken(asked.port)
+    subject = f"port {request.port}"
+    reason = _taken(request.port)
     if reason is None:
         yield ok(subject, "free")
     elif reason == errno.EACCES:
         yield problem(subject, "only root may listen on it", "use a port from 1024 on", held_by=[])
     else:
-        held_by = holders(asked.port)
+        held_by = holders(request.port)
         who = ", ".join(map(str, held_by)) or NOBODY_LISTENS
         yield problem(
             subject,
             f"taken by {who}",
             "another port, or end that process; jobs that samestep starts take free ports by themselves",
-            held_by=[{"pid": each.pid, "name": each.name, "user": each.user} for each in held_by],
+            held_by=[{"pid": holder.pid, "name": holder.name, "user": holder.user} for holder in held_by],
         )
 
 

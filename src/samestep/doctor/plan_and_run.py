@@ -36,13 +36,13 @@ def terms(plan: Mapping[str, Any], report: Mapping[str, Any], step_seconds: Sequ
     the memory of the fullest rank, and the traffic of the rank that sends most.
     """
     late = step_seconds[_FIRST:] or step_seconds
-    found: list[PlanTerm] = []
+    rows: list[PlanTerm] = []
     if late:
         step = median(late)
         parts = plan["seconds_by_cause"]
         owns = report.get("own_step_seconds") or [step]
         own = min(max(owns), step) if len(owns) > 1 else step  # one rank waits for no other
-        found = [
+        rows = [
             PlanTerm(name=STEP, planned=plan["step_seconds"], measured=step, unit="s"),
             PlanTerm(
                 name="computing", planned=sum(parts.get(cause, 0.0) for cause in _COMPUTE), measured=own, unit="s"
@@ -50,28 +50,28 @@ def terms(plan: Mapping[str, Any], report: Mapping[str, Any], step_seconds: Sequ
         ]
         if len(owns) > 1:
             sent = sum(parts.get(cause, 0.0) for cause in _MESSAGES)
-            found.append(PlanTerm(name="messages and waiting", planned=sent, measured=step - own, unit="s"))
+            rows.append(PlanTerm(name="messages and waiting", planned=sent, measured=step - own, unit="s"))
     planned, held = plan["usage_bytes"], report.get("usage_bytes") or []
     if planned and held:
         for name in _HELD:
-            most = [max(each[name] for each in ranks) for ranks in (planned, held)]
-            found.append(PlanTerm(name=name.replace("_", " "), planned=most[0], measured=most[1], unit="B"))
-        sent = [max(sum(each["sent"].values()) for each in ranks) for ranks in (planned, held)]
-        found.append(PlanTerm(name="sent", planned=sent[0], measured=sent[1], unit="B"))
-    return found
+            most = [max(rank[name] for rank in ranks) for ranks in (planned, held)]
+            rows.append(PlanTerm(name=name.replace("_", " "), planned=most[0], measured=most[1], unit="B"))
+        sent = [max(sum(rank["sent"].values()) for rank in ranks) for ranks in (planned, held)]
+        rows.append(PlanTerm(name="sent", planned=sent[0], measured=sent[1], unit="B"))
+    return rows
 
 
-def furthest(found: Sequence[PlanTerm], unit: str) -> PlanTerm | None:
+def furthest(rows: Sequence[PlanTerm], unit: str) -> PlanTerm | None:
     """Return the part, in this unit, with the largest difference."""
-    parts = [term for term in found if term.unit == unit and term.name != STEP]
+    parts = [term for term in rows if term.unit == unit and term.name != STEP]
     return max(parts, key=lambda term: abs(term.planned - term.measured), default=None)
 
 
-def lines_of(found: Sequence[PlanTerm]) -> list[str]:
+def lines_of(rows: Sequence[PlanTerm]) -> list[str]:
     """Compare a plan with its run: time, then memory; empty if nothing was measured."""
     lines = []
     for unit, what in (("s", "time of a step"), ("B", "bytes of a rank")):
-        pairs = ", ".join(f"{each.name} {_shown(each)}" for each in found if each.unit == unit)
+        pairs = ", ".join(f"{term.name} {_shown(term)}" for term in rows if term.unit == unit)
         if pairs:
             lines.append(f"{what}, planned and measured: {pairs}")
     return lines
@@ -80,5 +80,5 @@ def lines_of(found: Sequence[PlanTerm]) -> list[str]:
 def _shown(term: PlanTerm) -> str:
     """Format a term as planned and as measured, with the relative error."""
     numbers = (term.planned, term.measured)
-    both = " and ".join(f"{each:.3g} s" if term.unit == "s" else decimal_size(each) for each in numbers)
+    both = " and ".join(f"{value:.3g} s" if term.unit == "s" else decimal_size(value) for value in numbers)
     return both + ("" if term.error is None else f" ({term.error:+.0%})")

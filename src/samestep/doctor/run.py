@@ -96,8 +96,8 @@ def _sentence(line: Mapping[str, Any]) -> str:
     where = " in ".join(f"{name} {line[name]}" for name in ("rank", "step") if line.get(name) is not None)
     kind = str(line.get("cause") or line.get("fault") or "")
     last = str(line.get("reason") or "").strip().rpartition("\n")[2]
-    why = ": ".join(dict.fromkeys(each for each in (kind, last if not line.get("cause") else "") if each))
-    text = ": ".join(each for each in (where, why or "no reason was given") if each)
+    why = ": ".join(dict.fromkeys(part for part in (kind, last if not line.get("cause") else "") if part))
+    text = ": ".join(part for part in (where, why or "no reason was given") if part)
     if line.get("goes_on_at") is None:
         return text
     lost, seconds = line.get("steps_lost"), number(line.get("seconds"))
@@ -134,9 +134,9 @@ _REMEDIES = {
 
 def _remedy(line: Mapping[str, Any]) -> str:
     """Find the remedy for a fault, by the words in its reason."""
-    said = " ".join(str(line.get(name) or "") for name in ("cause", "fault", "reason")).lower()
-    found = (remedy for words, remedy in _REMEDIES.items() if re.search(rf"\b{words}", said))
-    return next(found, f"the whole reason stands in {FAULTS_FILE}")
+    text = " ".join(str(line.get(name) or "") for name in ("cause", "fault", "reason")).lower()
+    remedies = (remedy for words, remedy in _REMEDIES.items() if re.search(rf"\b{words}", text))
+    return next(remedies, f"the whole reason stands in {FAULTS_FILE}")
 
 
 def checkpoints(run: RunFiles) -> Iterator[DoctorFinding]:
@@ -272,7 +272,7 @@ def slow_steps(run: RunFiles) -> Iterator[DoctorFinding]:
         "share_lost": lost,
     }
     if slow and lost > _LOST:
-        step, seconds = max(slow, key=lambda each: each[1])
+        step, seconds = max(slow, key=lambda pair: pair[1])
         yield warning(
             "slow steps",
             f"{len(slow)} of {len(timed)} took more than {_SLOW:g} times the median ({median:.3g} s), "
@@ -291,7 +291,7 @@ def slow_ranks(run: RunFiles) -> Iterator[DoctorFinding]:
     slow, seconds = report.get("slow_ranks"), report.get("own_step_seconds")
     if not isinstance(slow, list) or not isinstance(seconds, list) or len(seconds) < 2:
         return
-    times = [number(each) for each in seconds]
+    times = [number(value) for value in seconds]
     named = [f"rank {rank} ({times[rank]:.3g} s)" for rank in slow if isinstance(rank, int) and rank < len(times)]
     values: dict[str, Any] = {"slow_ranks": slow, "own_step_seconds": seconds}
     usual = statistics.median(times)
@@ -309,7 +309,7 @@ def memory(run: RunFiles) -> Iterator[DoctorFinding]:
     peaks, total = report.get("peak_memory_bytes"), psutil.virtual_memory().total
     if not isinstance(peaks, list) or report.get("device") != "cpu":
         return
-    held = sum(value for each in peaks if (value := number(each)) == value)
+    held = sum(value for value_ in peaks if (value := number(value_)) == value)
     text = f"the ranks held {binary_size(held)} at their peaks; this machine has {binary_size(total)}"
     if held > _FULL * total:
         remedy = "if it ran here: more sharding (fsdp), recompute=full, a smaller run.micro_batch, or fewer ranks"
@@ -331,14 +331,14 @@ def plan(run: RunFiles) -> Iterator[DoctorFinding]:
     if run.plan is None or run.report is None:
         return
     try:
-        found = terms(run.plan, run.report, run.numbers("step_seconds"))
+        rows = terms(run.plan, run.report, run.numbers("step_seconds"))
     except (KeyError, TypeError, ValueError, AttributeError):
         yield warning("plan", f"{PLAN_FILE} is not what a plan writes", "remove it; the run itself does not need it")
         return
-    values: dict[str, Any] = {each.name: [each.planned, each.measured] for each in found}
-    step = next((each for each in found if each.name == STEP), None)
+    values: dict[str, Any] = {term.name: [term.planned, term.measured] for term in rows}
+    step = next((term for term in rows if term.name == STEP), None)
     if step is not None:
-        part = furthest(found, "s")
+        part = furthest(rows, "s")
         text = f"a step {_both_values(step)}"
         if part is not None and step.error is not None and abs(step.error) > _OFF_SECONDS:
             yield warning(
@@ -349,8 +349,8 @@ def plan(run: RunFiles) -> Iterator[DoctorFinding]:
             )
         else:
             yield ok("plan", text, **values)
-    held = [each for each in found if each.unit == "B"]
-    whole = sum(each.measured for each in held) or 1.0
+    held = [term for term in rows if term.unit == "B"]
+    whole = sum(term.measured for term in held) or 1.0
     part = furthest(held, "B")
     if part is not None and abs(part.planned - part.measured) / whole > _OFF_BYTES:
         remedy = "tell it with the job file: what is counted without values should be what ranks hold"

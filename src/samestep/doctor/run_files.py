@@ -56,8 +56,8 @@ class RunFiles:
 
     def numbers(self, name: str) -> list[float]:
         """Return the finite values of a key over all steps."""
-        found = [number(line.get(name)) for line in self.steps.values]
-        return [value for value in found if math.isfinite(value)]
+        values = [number(line.get(name)) for line in self.steps.values]
+        return [value for value in values if math.isfinite(value)]
 
 
 def number(value: Any) -> float:
@@ -103,12 +103,12 @@ def _plan(file: Path) -> Mapping[str, Any] | None:
 
 def _samples(folder: Path) -> dict[int, Sequence[int]]:
     """Read the samples of steps with non-finite values, by step."""
-    found = {}
+    samples = {}
     for file in folder.glob("nonfinite-step-*.json"):
         value = _json(file.read_text(encoding="utf-8", errors="replace"))
         if isinstance(value, dict) and isinstance(value.get("step"), int) and isinstance(value.get("samples"), list):
-            found[value["step"]] = value["samples"]
-    return found
+            samples[value["step"]] = value["samples"]
+    return samples
 
 
 def _report(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:

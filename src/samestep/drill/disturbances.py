@@ -108,20 +108,20 @@ class Processes:
 
     def ranks(self) -> Mapping[int, int]:
         """Return the process ids, by rank, of this run's live ranks."""
-        mine = set(self.tree())
+        pids = set(self.tree())
         places = Path(gettempdir()).glob(_ROUNDS)
-        found = (each for place in places for each in read(place, range(self._processes)))
-        return {each.rank: each.pid for each in found if each.pid in mine and not each.over}
+        statuses = (status for place in places for status in read(place, range(self._processes)))
+        return {status.rank: status.pid for status in statuses if status.pid in pids and not status.over}
 
     def fault_file(self, rank: int, fault: Fault) -> Path:
         return fault_file(self._folder, rank, fault)
 
     def tree(self) -> Sequence[int]:
         """Return the started process and all its descendants."""
-        found = [self.started.pid]
+        pids = [self.started.pid]
         with suppress(psutil.NoSuchProcess):
-            found += [each.pid for each in psutil.Process(self.started.pid).children(recursive=True)]
-        return found
+            pids += [child.pid for child in psutil.Process(self.started.pid).children(recursive=True)]
+        return pids
 
     def terminate(self) -> None:
         self.started.send_signal(signal.SIGTERM)

@@ -66,14 +66,16 @@ def restarted(runs: Runs, fault: Fault, **run: Any) -> FaultOutcome:
     left = runs.train(fault, inject=(planted,), max_restarts=1, **run)
     if len(left.faults) != 1:
         return FaultOutcome(survived=False, happened=left.last_words, left=left)
-    (found,) = left.faults
-    right = found["rank"] == runs.rank and found["step"] == runs.step and found["goes_on_at"] is not None
+    (only_fault,) = left.faults
+    right = (
+        only_fault["rank"] == runs.rank and only_fault["step"] == runs.step and only_fault["goes_on_at"] is not None
+    )
     return FaultOutcome(
         survived=left.code == 0 and right,
-        happened=f"rank {found['rank']} in step {found['step']}: {found['cause']}",
+        happened=f"rank {only_fault['rank']} in step {only_fault['step']}: {only_fault['cause']}",
         left=left,
-        seconds=found["seconds"],
-        steps_lost=found["steps_lost"],
+        seconds=only_fault["seconds"],
+        steps_lost=only_fault["steps_lost"],
     )
 
 

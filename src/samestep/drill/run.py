@@ -34,7 +34,7 @@ class DrillReport:
 
     @property
     def passed(self) -> bool:
-        return all(each.passed for each in self.rows)
+        return all(row.passed for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -43,7 +43,7 @@ class DrillReport:
             "fault_step": self.fault_step,
             "final_loss": self.final_loss,
             "passed": self.passed,
-            "faults": [each.to_json() for each in self.rows],
+            "faults": [row.to_json() for row in self.rows],
         }
 
 
@@ -51,14 +51,14 @@ def chosen(faults: Sequence[str] | None, processes: int) -> list[Drill]:
     """Return the named drills; without names, all that the number of processes allows. Raises UserError."""
     if faults is None:
         return [drill for drill in DRILLS if drill.processes <= processes]
-    known = {drill.name: drill for drill in DRILLS}
+    drills = {drill.name: drill for drill in DRILLS}
     picked = []
     for fault in (text.strip() for text in faults):
-        if fault not in known:
-            raise UserError(f'unknown fault "{fault}"; {closest(fault, known)}')
-        if known[fault].processes > processes:
-            raise UserError(f'fault "{fault}" wants {known[fault].processes} processes; use layout dp2')
-        picked.append(known[fault])
+        if fault not in drills:
+            raise UserError(f'unknown fault "{fault}"; {closest(fault, drills)}')
+        if drills[fault].processes > processes:
+            raise UserError(f'fault "{fault}" wants {drills[fault].processes} processes; use layout dp2')
+        picked.append(drills[fault])
     return picked
 
 
@@ -103,8 +103,8 @@ def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time
 
 def _of(job: Job, steps: int) -> Job:
     """Return the job of a drill: its first steps, four checkpoints, none of its own injected faults."""
-    given = job.run.checkpoint or Checkpointing()
-    checkpoint = replace(given, every=max(1, steps // 4), folder=None, resume="never", best=None)
+    checkpointing = job.run.checkpoint or Checkpointing()
+    checkpoint = replace(checkpointing, every=max(1, steps // 4), folder=None, resume="never", best=None)
     return replace(
         job,
         recipe=shortened(job.recipe, steps),

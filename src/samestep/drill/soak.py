@@ -268,13 +268,15 @@ def _undisturbed(place: SoakRunner, name: str, job: Job, settings: SoakSettings)
 
 
 def _step_seconds(left: FinishedRun) -> float:
-    found = [line["step_seconds"] + line["data_seconds"] for line in json_lines(left.folder / METRICS_FILE).values]
-    return max(1e-4, median(found[len(found) // 2 :]))
+    seconds = [line["step_seconds"] + line["data_seconds"] for line in json_lines(left.folder / METRICS_FILE).values]
+    return max(1e-4, median(seconds[len(seconds) // 2 :]))
 
 
 def _samples(undisturbed: FinishedRun, left: FinishedRun) -> tuple[int, int]:
     """Count the samples of steps that are missing in the run under faults, and of repeated ones."""
-    wanted = {line["step"]: line["samples"] for line in json_lines(undisturbed.folder / METRICS_FILE).values}
+    undisturbed_samples = {
+        line["step"]: line["samples"] for line in json_lines(undisturbed.folder / METRICS_FILE).values
+    }
     taken = Counter(line["step"] for line in json_lines(left.folder / METRICS_FILE).values)
-    lost = sum(samples for step, samples in wanted.items() if not taken[step])
-    return lost, sum(samples * max(0, taken[step] - 1) for step, samples in wanted.items())
+    lost = sum(samples for step, samples in undisturbed_samples.items() if not taken[step])
+    return lost, sum(samples * max(0, taken[step] - 1) for step, samples in undisturbed_samples.items())

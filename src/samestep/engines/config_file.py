@@ -31,7 +31,7 @@ class NotJsonError(UserError):
 
 def config_text(file: Path, *, hint: str = "") -> str:
     """The text of a configuration file. Raises UserError if it can't be read, with a hint where it is missing."""
-    return text_of(file, missing=f"no file {file}{hint}", wanted="the path of a file")
+    return text_of(file, missing=f"no file {file}{hint}", expected="the path of a file")
 
 
 def json_section(file: Path) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class Loop:
         """DistributedDataParallel, with SyncBatchNorm for batch norm; plain for one process."""
         if self.place.of == 1:
             return model
-        if any(isinstance(each, AnyBatchNorm) for each in model.modules()):
+        if any(isinstance(module, AnyBatchNorm) for module in model.modules()):
             if self.device.type == "cpu":
                 raise UserError(
                     "the model has batch norm, whose statistics PyTorch's SyncBatchNorm shares between accelerators "
@@ -225,12 +225,12 @@ class Loop:
         if samples is None or len(samples) == 0:
             return {}
         self.model.eval()
-        mine = [self._scores(indices, samples) for indices in self._evaluated(len(samples))]
+        own = [self._scores(indices, samples) for indices in self._evaluated(len(samples))]
         self.model.train()
         metrics = self.task.metrics()
         for metric in metrics.values():
             apart(metric)  # predictions are gathered here; states need not be
-        for scores in (pair for rank in self.gather(mine) for pair in rank):
+        for scores in (pair for rank in self.gather(own) for pair in rank):
             for metric in metrics.values():
                 metric.update(*scores)
         names = self.task.class_names()
@@ -252,10 +252,10 @@ class Loop:
             predictions, targets = self.task.scores(output, batch)
         return predictions.cpu(), targets.cpu()
 
-    def gather(self, mine: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Gather a value from all ranks, by rank."""
         if self.place.of == 1:
-            return [mine]
+            return [value]
         everyone: list[Any] = [None] * self.place.of
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, value)
         return everyone

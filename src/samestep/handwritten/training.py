@@ -107,10 +107,10 @@ def _take_all_steps(loop: Loop, records: Records, folder: Path) -> TrainResult:
 
 def _evaluates_after(loop: Loop, done: int) -> bool:
     """Whether the recipe has an evaluation after `done` steps."""
-    wanted = loop.recipe.evaluation
+    evaluation = loop.recipe.evaluation
     if done == loop.total_steps:
-        return wanted.at_end
-    every = wanted.steps_between(loop.order.steps_per_epoch)
+        return evaluation.at_end
+    every = evaluation.steps_between(loop.order.steps_per_epoch)
     return every is not None and done % every == 0
 
 

@@ -31,7 +31,7 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
     """The fastest layouts with where their step goes, and how many could not be had."""
     console = console or plain_console()
     machine = plan.machine
-    sizes = len({each.micro_batch for each in plan.predictions}) > 1
+    sizes = len({prediction.micro_batch for prediction in plan.predictions}) > 1
     figures = [*(["micro-batch"] if sizes else []), "memory a rank", "s a step", "times the best"]
     columns = [
         *texts("layout"),
@@ -42,15 +42,15 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
     best = plan.best
     rows = [
         [
-            each.layout,
-            each.bound if each.fits else "does not fit",
-            *([str(each.micro_batch or "whole")] if sizes else []),
-            decimal_size(each.peak_bytes),
-            f"{each.seconds:.3g}",
-            f"{each.seconds / best.seconds:.2f}",
-            _slower(each, best),
+            prediction.layout,
+            prediction.bound if prediction.fits else "does not fit",
+            *([str(prediction.micro_batch or "whole")] if sizes else []),
+            decimal_size(prediction.peak_bytes),
+            f"{prediction.seconds:.3g}",
+            f"{prediction.seconds / best.seconds:.2f}",
+            _slower(prediction, best),
         ]
-        for each in plan.predictions[:most]
+        for prediction in plan.predictions[:most]
     ]
     title = f"layouts on {machine.name}, {machine.devices:,} {_unit(plan)}: predicted"
     console.print(table(columns, rows, title=title))
@@ -65,9 +65,9 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
     )
 
 
-def _slower(each: Prediction, best: Prediction) -> str:
+def _slower(prediction: Prediction, best: Prediction) -> str:
     """By how many seconds a layout is slower than the best, and the cause that explains most of it."""
-    cause, seconds = slower_by(each, best)
+    cause, seconds = slower_by(prediction, best)
     return f"{seconds:+.2g} s {cause}" if seconds > 0 else ""
 
 
@@ -79,9 +79,9 @@ def print_measured(rows: Sequence[Measured], console: Console | None = None) -> 
         *numbers("predicted, s", "measured, s", "error", "memory predicted", "memory measured"),
     ]
     console.print(table(columns, map(_measured_cells, rows), title="predicted, and then measured"))
-    for each in rows:
-        if each.reason:
-            console.print(f'"{each.prediction.layout}": {each.reason}', soft_wrap=True)
+    for row in rows:
+        if row.reason:
+            console.print(f'"{row.prediction.layout}": {row.reason}', soft_wrap=True)
 
 
 def _measured_cells(measured: Measured) -> list[str]:
@@ -105,31 +105,31 @@ def _unit(plan: JobPlan) -> str:
 
 def page(plan: JobPlan, measured: Sequence[Measured], title: str) -> str:
     """The page as text: layouts, where their steps go, memory, and what was measured."""
-    slowest = max(each.seconds for each in plan.predictions)
-    fullest = max(each.peak_bytes for each in plan.predictions)
+    slowest = max(prediction.seconds for prediction in plan.predictions)
+    fullest = max(prediction.peak_bytes for prediction in plan.predictions)
     rows = [
         [
             Cell(
-                escape(each.layout)
-                + (f", micro-batches of 微批 {each.micro_batch}" if each.micro_batch else "")
-                + ("" if each.fits else " (does not fit 放不下)")
+                escape(prediction.layout)
+                + (f", micro-batches of 微批 {prediction.micro_batch}" if prediction.micro_batch else "")
+                + ("" if prediction.fits else " (does not fit 放不下)")
             ),
-            Cell(f"{each.seconds:.3g}"),
-            Cell(_bar(each.parts, _CAUSES, slowest)),
-            Cell(decimal_size(each.peak_bytes)),
+            Cell(f"{prediction.seconds:.3g}"),
+            Cell(_bar(prediction.parts, _CAUSES, slowest)),
+            Cell(decimal_size(prediction.peak_bytes)),
             Cell(_bar(_fullest(plan, index), _MEMORY, fullest)),
         ]
-        for index, each in enumerate(plan.predictions)
+        for index, prediction in enumerate(plan.predictions)
     ]
     heads = ("layout 布局", "s a step 秒/步", "where it goes 去向", "memory a rank 每进程内存", "of what 组成")
     compared = [
         [
-            Cell(escape(each.prediction.layout)),
-            Cell(f"{each.prediction.seconds:.3g}"),
-            Cell("failed 失败" if each.seconds is None else f"{each.seconds:.3g}"),
-            Cell(formatted(each.error, "{:+.0%}")),
+            Cell(escape(row.prediction.layout)),
+            Cell(f"{row.prediction.seconds:.3g}"),
+            Cell("failed 失败" if row.seconds is None else f"{row.seconds:.3g}"),
+            Cell(formatted(row.error, "{:+.0%}")),
         ]
-        for each in measured
+        for row in measured
     ]
     titles = ("layout 布局", "predicted, s 预测（秒）", "measured, s 实测（秒）", "error 误差")
     measurements = html_table("measured", list(map(Heading, titles)), compared)
@@ -146,7 +146,7 @@ def page(plan: JobPlan, measured: Sequence[Measured], title: str) -> str:
 
 def _fullest(plan: JobPlan, index: int) -> Mapping[str, float]:
     """What the fullest rank of a layout holds, in bytes."""
-    usage = max(plan.predictions[index].usage, key=lambda each: each.parameters + each.activations)
+    usage = max(plan.predictions[index].usage, key=lambda rank: rank.parameters + rank.activations)
     return {name: getattr(usage, name) for name in _MEMORY}
 
 

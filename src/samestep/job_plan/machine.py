@@ -80,9 +80,9 @@ class Rates:
     def sending(self, collectives: Sequence[Collectives]) -> tuple[float, float]:
         """Return the seconds of messages' latencies, and the seconds for their bytes."""
         usual = MessageRate(message=self.message, byte_sent=self.byte_sent)
-        rates = [(each, self.kinds.get(each.kind, usual)) for each in collectives]
-        return sum(each.count * rate.message for each, rate in rates), sum(
-            each.sent * rate.byte_sent for each, rate in rates
+        rates = [(collective, self.kinds.get(collective.kind, usual)) for collective in collectives]
+        return sum(sent.count * rate.message for sent, rate in rates), sum(
+            sent.sent * rate.byte_sent for sent, rate in rates
         )
 
     def computing(self, work: StepWork, threads: int) -> dict[str, float]:
@@ -105,7 +105,9 @@ class Rates:
 
 def _of_threads(speedup: Mapping[int, float], threads: int) -> float:
     """Return the speedup of `threads` threads, or of the next smaller measured number."""
-    return speedup.get(threads) or max((each for number, each in speedup.items() if number <= threads), default=1.0)
+    return speedup.get(threads) or max(
+        (factor for number, factor in speedup.items() if number <= threads), default=1.0
+    )
 
 
 _RATES: Mapping[str, Sequence[str]] = {
@@ -201,12 +203,12 @@ def message_rates(file: Path) -> dict[str, Any]:
             kind = _KINDS.get(fit["collective"])
             if kind is None or not fit["bytes_per_second"]:
                 continue
-            found = MessageRate(
+            rate = MessageRate(
                 message=fit["latency_seconds"],
                 byte_sent=1 / (kind.sent_share(fit["ranks"]) * fit["bytes_per_second"]),
             )
-            if kind.name not in kinds or found.byte_sent < kinds[kind.name].byte_sent:
-                kinds[kind.name] = found
+            if kind.name not in kinds or rate.byte_sent < kinds[kind.name].byte_sent:
+                kinds[kind.name] = rate
         usual = kinds.pop("all-reduce")
     except (ValueError, KeyError, TypeError, ZeroDivisionError, OverflowError) as error:
         raise UserError(
@@ -248,16 +250,16 @@ def _repeated(run: Callable[[], object]) -> float:
 def _products(columns: int, dtype: torch.dtype) -> tuple[float, StepWork]:
     """Time forward and backward of linear layers whose operands come from memory; return seconds and work."""
     layers = nn.Sequential(*(nn.Linear(columns, columns, bias=False) for _ in range(_LAYERS))).to(dtype)
-    given = torch.randn(_ROWS, columns).to(dtype).requires_grad_()
-    return _of_step(lambda: layers(given).sum())
+    inputs = torch.randn(_ROWS, columns).to(dtype).requires_grad_()
+    return _of_step(lambda: layers(inputs).sum())
 
 
 def _of_products(measured: Sequence[tuple[float, StepWork]]) -> tuple[float, float]:
     """Solve for the seconds of a FLOP and of an element from two measured steps."""
     rows = [[work.product_flops, work.product_elements] for _, work in measured]
-    seconds = [each for each, _ in measured]
-    found = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64))
-    flop, element = found.tolist()
+    seconds = [second for second, _ in measured]
+    solution = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64))
+    flop, element = solution.tolist()
     if flop <= 0 or element < 0:  # narrow layers are as fast
         return seconds[0] / rows[0][0], 0.0
     return flop, element
@@ -282,16 +284,16 @@ def _pass_speedup() -> dict[int, float]:
     for threads in dict.fromkeys((1, cores())):
         torch.set_num_threads(threads)
         seconds[threads], _ = _passes()
-    return {threads: max(seconds[1] / each, 1.0) for threads, each in seconds.items()}
+    return {threads: max(seconds[1] / own_seconds, 1.0) for threads, own_seconds in seconds.items()}
 
 
 def _passes() -> tuple[float, StepWork]:
     """Time element-wise operators only, which determine the memory rate; return seconds and work."""
-    given, gate = (torch.randn(_PASSES).requires_grad_() for _ in range(2))
+    inputs, gate = (torch.randn(_PASSES).requires_grad_() for _ in range(2))
 
     def forward() -> Tensor:
-        normed = F.layer_norm(given, _PASSES[1:])
-        gated = F.silu(normed) * gate + given
+        normed = F.layer_norm(inputs, _PASSES[1:])
+        gated = F.silu(normed) * gate + inputs
         return F.log_softmax(gated * 0.5, -1).square().mean()
 
     return _of_step(forward)
@@ -300,8 +302,8 @@ def _passes() -> tuple[float, StepWork]:
 def _operator_seconds(rates: Rates) -> float:
     """Measure an operator's overhead by forward and backward of a tiny model."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(8)))
-    given = torch.randn(4, 8)
-    seconds, work = _of_step(lambda: model(given).sum())
+    inputs = torch.randn(4, 8)
+    seconds, work = _of_step(lambda: model(inputs).sum())
     return max(seconds - sum(rates.computing(work, 1).values()), 0.0) / work.operators
 
 
@@ -327,14 +329,14 @@ def _shard_seconds(rates: Rates) -> tuple[float, float]:
                 fully_shard(unit, mesh=mesh)
             model = nn.Sequential(*units)
             fully_shard(model, mesh=mesh)
-            given = torch.randn(4, 8)
-            measured, work = _of_step(lambda model=model, given=given: model(given).sum())
+            inputs = torch.randn(4, 8)
+            measured, work = _of_step(lambda model=model, inputs=inputs: model(inputs).sum())
             rows.append([work.shard_messages, work.shard_tensors])
             seconds.append(max(measured - sum(rates.computing(work, 1).values()), 0.0))
     finally:
         dist.destroy_process_group()
-    found = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64))
-    message, tensor = (max(each, 0.0) for each in found.tolist())
+    solution = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64))
+    message, tensor = (max(value, 0.0) for value in solution.tolist())
     return message, tensor
 
 

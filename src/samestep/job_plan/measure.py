@@ -50,19 +50,19 @@ def measure(
     job: Job, predictions: Sequence[Prediction], *, steps: int = 6, say: Callable[[str], None] = lambda text: None
 ) -> list[Measured]:
     """Run some steps of each layout in new processes."""
-    found = []
-    for each in predictions:
-        say(each.layout)
-        run = replace(job.run, layout=each.layout, micro_batch=each.micro_batch, processes=None)
+    rows = []
+    for prediction in predictions:
+        say(prediction.layout)
+        run = replace(job.run, layout=prediction.layout, micro_batch=prediction.micro_batch, processes=None)
         try:
-            with phases.phase(f"measuring {each.layout}"):
+            with phases.phase(f"measuring {prediction.layout}"):
                 ranks = time_steps_job(replace(job, run=run), steps=steps)
         except (UserError, RankFailedError) as error:
-            found.append(Measured(prediction=each, seconds=None, reason=str(error)))
+            rows.append(Measured(prediction=prediction, seconds=None, reason=str(error)))
             continue
         seconds, peak = max(rank.seconds for rank in ranks), max(peak_of(rank.usage) for rank in ranks)
-        found.append(Measured(prediction=each, seconds=seconds, peak_bytes=peak))
-    return found
+        rows.append(Measured(prediction=prediction, seconds=seconds, peak_bytes=peak))
+    return rows
 
 
 def corrections(measured: Sequence[Measured]) -> dict[str, float]:
@@ -71,7 +71,7 @@ def corrections(measured: Sequence[Measured]) -> dict[str, float]:
     All causes start at the median of measured / predicted; ridge regression then adjusts each of them, as far as the
     relative errors of the steps require.
     """
-    rows = [(each.prediction.parts, each.seconds) for each in measured if each.seconds]
+    rows = [(row.prediction.parts, row.seconds) for row in measured if row.seconds]
     if not rows:
         return dict.fromkeys(CAUSES, 1.0)
     scale = median(seconds / sum(parts.values()) for parts, seconds in rows)
@@ -95,5 +95,5 @@ def measured_plan(
     job: Job, plan: JobPlan, *, most: int, say: Callable[[str], None] = lambda text: None
 ) -> tuple[JobPlan, list[Measured]]:
     """Measure the fastest layouts of a plan, and rank all layouts again with corrected rates."""
-    found = measure(job, plan.fitting[:most], say=say)
-    return plan.again(job, corrected(plan.machine, corrections(found))), found
+    rows = measure(job, plan.fitting[:most], say=say)
+    return plan.again(job, corrected(plan.machine, corrections(rows))), rows

@@ -118,7 +118,7 @@ def plan_job(
     began, refined = time.monotonic(), False
     while not planned or time.monotonic() - began < limit:
         if not queue and not refined:
-            queue, refined = _finer(job, [(each, prediction) for each, _, prediction in planned]), True
+            queue, refined = _finer(job, [(layout_, prediction) for layout_, _, prediction in planned]), True
         if not queue:
             break
         candidate = queue.pop(0)
@@ -137,9 +137,9 @@ def plan_job(
         raise UserError(refused[0][1])
     return JobPlan(
         machine=machine,
-        predictions=_ranked([each for _, _, each in planned]),
+        predictions=_ranked([prediction for _, _, prediction in planned]),
         refused=refused,
-        untried=[str(each) for each in queue],
+        untried=[str(layout_) for layout_ in queue],
         rehearsed=[(candidate, ranks) for candidate, ranks, _ in planned],
     )
 

@@ -68,7 +68,7 @@ class Prediction:
 def slower_by(other: Prediction, best: Prediction) -> tuple[str, float]:
     """Return the cause with the largest excess over the best layout, and its seconds."""
     more = {cause: other.parts[cause] - best.parts[cause] for cause in best.parts}
-    cause = max(more, key=lambda each: more[each])
+    cause = max(more, key=lambda name: more[name])
     return cause, more[cause]
 
 
@@ -122,9 +122,9 @@ def _on_devices(job: Job, layout: Layout, cluster: ClusterSpec, rank: Rehearsal)
     passes = rank.work.bytes / (device.bandwidth * device.efficiency.bandwidth)
     host = max(rank.work.operators * device.efficiency.launch_seconds - products - attention - passes, 0.0)
     exposed = behind = 0.0
-    for each in rank.collectives:
-        seconds = _message_seconds(layout, cluster, each)
-        if set(each.axis.split("+")) <= set(_BEHIND):
+    for collective in rank.collectives:
+        seconds = _message_seconds(layout, cluster, collective)
+        if set(collective.axis.split("+")) <= set(_BEHIND):
             behind += seconds
         else:
             exposed += seconds
@@ -133,29 +133,29 @@ def _on_devices(job: Job, layout: Layout, cluster: ClusterSpec, rank: Rehearsal)
     return dict(zip(CAUSES, (products, attention, passes, host, 0.0, 0.0, traffic), strict=True))
 
 
-def _message_seconds(layout: Layout, cluster: ClusterSpec, each: Collectives) -> float:
+def _message_seconds(layout: Layout, cluster: ClusterSpec, collective: Collectives) -> float:
     """Return the seconds of one kind of message in a step, on the links of its group.
 
     The rehearsal gives what a rank sends; `sent * part` is the whole message again, since a rank sends (n - 1) / n of
     it (of an all-reduce twice that).
     """
-    axes = [axis for axis in each.axis.split("+") if axis in MESH_AXES]
-    group = data_group(layout, axes) if axes else RankGroup(size=each.ranks, stride=1)
+    axes = [axis for axis in collective.axis.split("+") if axis in MESH_AXES]
+    group = data_group(layout, axes) if axes else RankGroup(size=collective.ranks, stride=1)
     if group.size < 2:
         return 0.0
-    sent, part = each.sent / each.count, group.size / (group.size - 1)
+    sent, part = collective.sent / collective.count, group.size / (group.size - 1)
     one = {
         "all-reduce": lambda: collectives.all_reduce(sent * part / 2, group, cluster),
         "point-to-point": lambda: collectives.send(sent, group, cluster),
         "all-to-all": lambda: collectives.all_to_all(sent * part, group, cluster),
-    }.get(each.kind, lambda: collectives.all_gather(sent * part, group, cluster))()
-    return each.count * one
+    }.get(collective.kind, lambda: collectives.all_gather(sent * part, group, cluster))()
+    return collective.count * one
 
 
 def _every_stage(layout: Layout, parts: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
     """Return the parts of each pipeline rank; one that was not rehearsed has those of the nearest."""
-    last, known = layout.pipeline - 1, len(parts) - 1
-    return [parts[round(stage * known / last)] if last else parts[0] for stage in range(layout.pipeline)]
+    last, last_part = layout.pipeline - 1, len(parts) - 1
+    return [parts[round(stage * last_part / last)] if last else parts[0] for stage in range(layout.pipeline)]
 
 
 def _together(
@@ -179,9 +179,9 @@ def _together(
 def _played(layout: Layout, compute: Sequence[float], number: int) -> float:
     """Simulate the pipeline's schedule with each rank's computation; return the seconds of a step."""
     owners = pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
-    each = [compute[rank] / number / layout.stages_a_rank for rank in owners]
+    own_seconds = [compute[rank] / number / layout.stages_a_rank for rank in owners]
     stages = [
         StageTimes(forward=_FORWARD * seconds, backward=(1 - _FORWARD) * seconds, weights=_FORWARD * seconds)
-        for seconds in each
+        for seconds in own_seconds
     ]
     return pipeline_events.elapsed(layout, stages, number)

@@ -152,7 +152,7 @@ class _Spreading:
             self.experts = _experts(model, layout, details, options)
         # Experts are separate FSDP units: ranks of the expert axis hold different ones, and a block that contained
         # them would be gathered over the wrong group.
-        self.blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in self.experts])
+        self.blocks = find_blocks(model, apart=[model.get_submodule(expert.name) for expert in self.experts])
         self.initial = details.initial  # None: nothing of the model is on the meta device any more
         self.own_tokens: Sequence[str] = ()  # modules that work on this rank's tokens
         self.vocabulary: Vocabulary | None = None  # where the output layer is sliced

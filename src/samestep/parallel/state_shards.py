@@ -207,7 +207,9 @@ class OptimizerToFill:
     def fill(self) -> None:
         """Pass the state to the optimizers, without changing their groups' settings."""
         for optimizer, states in self._filled:
-            numbers: dict[Tensor, int] = {each: number for number, each in enumerate(_parameters(optimizer))}
+            numbers: dict[Tensor, int] = {
+                parameter: number for number, parameter in enumerate(_parameters(optimizer))
+            }
             groups: list[dict[str, Any]] = [
                 {**group, "params": [numbers[parameter] for parameter in group["params"]]}
                 for group in optimizer.param_groups

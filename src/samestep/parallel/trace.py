@@ -191,8 +191,8 @@ def _call_rest(
     rest = [child for child in container.children() if child not in called]
     if not called or not rest:
         return None
-    given, keywords = next(iter(called.values()))
-    made = pytree.tree_leaves([child(*given, **keywords) for child in rest])
+    call_arguments, keywords = next(iter(called.values()))
+    made = pytree.tree_leaves([child(*call_arguments, **keywords) for child in rest])
     leaves, form = pytree.tree_flatten(output)
     differentiable = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
     if not any(differentiable):

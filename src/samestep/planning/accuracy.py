@@ -85,18 +85,18 @@ def _no_more_work(one: PredictedRow, other: PredictedRow) -> bool:
     The steps have the same number of tokens per device. In `one`, devices are no slower, samples no longer,
     micro-batches no smaller and data ranks no more; all else is the same.
     """
-    mine, its = one.row, other.row
-    devices = device_of(mine.gpu), device_of(its.gpu)
+    row, other_row = one.row, other.row
+    devices = device_of(row.gpu), device_of(other_row.gpu)
     return (
-        _tokens_a_device(mine) == _tokens_a_device(its)
-        and replace(mine.model, seq=1, positions=0) == replace(its.model, seq=1, positions=0)
-        and (mine.precision, mine.software) == (its.precision, its.software)
-        and _without_data_ranks(mine.layout) == _without_data_ranks(its.layout)
-        and mine.layout.data_ranks <= its.layout.data_ranks
-        and mine.model.seq <= its.model.seq
-        and one.micro_batch * mine.model.seq >= other.micro_batch * its.model.seq
+        _tokens_a_device(row) == _tokens_a_device(other_row)
+        and replace(row.model, seq=1, positions=0) == replace(other_row.model, seq=1, positions=0)
+        and (row.precision, row.software) == (other_row.precision, other_row.software)
+        and _without_data_ranks(row.layout) == _without_data_ranks(other_row.layout)
+        and row.layout.data_ranks <= other_row.layout.data_ranks
+        and row.model.seq <= other_row.model.seq
+        and one.micro_batch * row.model.seq >= other.micro_batch * other_row.model.seq
         and devices[0].bandwidth >= devices[1].bandwidth
-        and devices[0].flops[mine.precision] >= devices[1].flops[mine.precision]
+        and devices[0].flops[row.precision] >= devices[1].flops[row.precision]
     )
 
 
@@ -111,10 +111,10 @@ def _without_data_ranks(layout: Layout) -> Layout:
 
 def grouped(rows: Iterable[PredictedRow], key: Callable[[PredictedRow], str]) -> Mapping[str, list[PredictedRow]]:
     """Group rows by a key."""
-    found: dict[str, list[PredictedRow]] = defaultdict(list)
+    groups: dict[str, list[PredictedRow]] = defaultdict(list)
     for row in rows:
-        found[key(row)].append(row)
-    return found
+        groups[key(row)].append(row)
+    return groups
 
 
 def group_name(row: PredictedRow) -> str:
@@ -124,5 +124,5 @@ def group_name(row: PredictedRow) -> str:
 
 def table(rows: Sequence[PredictedRow]) -> list[GroupErrors]:
     """The errors of each group and, if there are several, of all rows."""
-    found = [errors_of(name, some) for name, some in sorted(grouped(rows, group_name).items())]
-    return [*found, errors_of("all", rows)] if len(found) > 1 else found
+    rows_of_groups = [errors_of(name, some) for name, some in sorted(grouped(rows, group_name).items())]
+    return [*rows_of_groups, errors_of("all", rows)] if len(rows_of_groups) > 1 else rows_of_groups

@@ -267,10 +267,10 @@ _USUAL_NODES: Mapping[str, tuple[int, str, str]] = {
 
 def device_of(name: str) -> Device:
     """Look up a device by name or alias. Raises UserError for an unknown name, with similar ones."""
-    found = DEVICES.get(_ALIASES.get(name.lower(), name.lower()))
-    if found is None:
+    device = DEVICES.get(_ALIASES.get(name.lower(), name.lower()))
+    if device is None:
         raise UserError(f'--gpu is "{name}"; {closest(name, [*DEVICES, *_ALIASES])}')
-    return found
+    return device
 
 
 def cluster_of(

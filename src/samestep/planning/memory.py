@@ -73,7 +73,7 @@ def memory_of(job: PlannedJob, layout: Layout, micro_batch: int) -> list[RankMem
     logits = micro_batch * ceil(model.seq / layout.context) * ceil(model.vocab / layout.tensor) * 8.0
     buffers = _RUNTIME + _gathered(model, layout, job.software)
     held: dict[tuple[int, bool, bool], tuple[float, float, float]] = {}
-    found = []
+    ranks = []
     for rank, count in enumerate(counts):
         part = count, rank == owner[0], rank == owner[-1]
         if part not in held:
@@ -83,8 +83,8 @@ def memory_of(job: PlannedJob, layout: Layout, micro_batch: int) -> list[RankMem
         activations = at_once * kept + recomputed
         if layout.offloads("activations"):
             activations -= max(at_once - 2, 0) * kept
-        found.append(_rank_memory(held[part], activations + (logits if rank == owner[-1] else 0.0), buffers))
-    return found
+        ranks.append(_rank_memory(held[part], activations + (logits if rank == owner[-1] else 0.0), buffers))
+    return ranks
 
 
 def _held(job: PlannedJob, layout: Layout, layers: int, first: bool, last: bool) -> tuple[float, float, float]:
@@ -112,13 +112,13 @@ def held_parameters(
     model: Transformer, layout: Layout, layers: int, *, first: bool, last: bool
 ) -> tuple[float, float]:
     """Parameters of one tensor slice of a pipeline rank's layers, embedding and head; and those of its experts."""
-    shared, experts = (layers * each for each in layer_parameters(model, layout))
-    found = shared * layout.tensor
+    shared, experts = (layers * parameters for parameters in layer_parameters(model, layout))
+    count = shared * layout.tensor
     if first:
-        found += model.embedding_parameters
+        count += model.embedding_parameters
     if last and not (first and model.tied):
-        found += model.hidden * model.vocab + model.hidden
-    return found / layout.tensor, experts
+        count += model.hidden * model.vocab + model.hidden
+    return count / layout.tensor, experts
 
 
 def state_bytes(
@@ -161,15 +161,17 @@ def whole_activations(
     """
     unit = float(micro_batch * ceil(model.seq / layout.context) * model.hidden)
     low = precision in ("fp8", "fp4")
-    given = 1.0 if low else 2.0  # bytes per element of a matrix product's input
-    shared = unit * (4.0 + 2 * given + (2.0 if model.dropout else 0.0))  # norms' inputs and outputs, dropout masks
+    input_bytes = 1.0 if low else 2.0  # bytes per element of a matrix product's input
+    shared = unit * (
+        4.0 + 2 * input_bytes + (2.0 if model.dropout else 0.0)
+    )  # norms' inputs and outputs, dropout masks
     if layout.sequence == "split":
         shared /= layout.tensor
     # Queries, keys, values, and attention's output.
     inner = unit * 2.0 * (model.qkv_width + model.attention_width) / model.hidden
     inner += unit * (1.0 if low else 0.0) * model.attention_width / model.hidden
     # The activation's input and output; with a gate, its factor as well unless they are one kernel.
-    wide = (2.0 * model.ffn_in_width + given * model.ffn) / model.hidden
+    wide = (2.0 * model.ffn_in_width + input_bytes * model.ffn) / model.hidden
     if model.gated and not software.fused_gate:
         wide += 2.0 * model.ffn / model.hidden
     if model.experts > 1:
@@ -230,7 +232,7 @@ def _peaks(
 ) -> tuple[int, ...]:
     """The most layers held at once by each pipeline rank; cached by the only sizes that it depends on."""
     made = pipeline_events.orders(schedule, ranks=ranks, stages_a_rank=stages_a_rank, micro_batches=micro_batches)
-    found = []
+    peaks = []
     for order in made:
         held = peak = 0
         for stage, kind, _ in order:
@@ -240,8 +242,8 @@ def _peaks(
                     peak = held
             else:
                 held -= layers[stage]
-        found.append(peak)
-    return tuple(found)
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def _gathered(model: Transformer, layout: Layout, software: Software) -> float:

@@ -45,7 +45,7 @@ def module_memory(
         with torch.device("meta"):
             model = build()
             _check(model)
-            activations = saved_bytes(lambda: forward(model), {_storage(each) for each in _held(model)})
+            activations = saved_bytes(lambda: forward(model), {_storage(tensor) for tensor in _held(model)})
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise UserError(
             f"the model does not run on the meta device, where tensors have no values: {described(error)}; "
@@ -61,15 +61,15 @@ def module_memory(
     )
 
 
-def saved_bytes(run: Callable[[], Any], known: set[int]) -> int:
-    """Bytes of the storages that autograd saves while `run` runs, without those in `known`."""
+def saved_bytes(run: Callable[[], Any], held: set[int]) -> int:
+    """Bytes of the storages that autograd saves while `run` runs, without those in `held`."""
     storages: dict[int, int] = {}
     kept: list[Tensor] = []  # keeps storages alive, so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
         """Count the storage of a tensor that autograd saves, once however many views of it are saved."""
         storage = _storage(tensor)
-        if storage not in known:
+        if storage not in held:
             storages[storage] = tensor.untyped_storage().nbytes()
             kept.append(tensor.detach())
         return tensor

@@ -128,7 +128,11 @@ def layer_backward(model: Transformer, part: DevicePart, software: Software) -> 
 
     Frozen weights have no gradient. Adapters are far smaller than the frozen weights, and are not counted.
     """
-    return [each for each in _layer_backward(model, part, software) if not (model.adapter and each.of_weight)]
+    return [
+        operator_
+        for operator_ in _layer_backward(model, part, software)
+        if not (model.adapter and operator_.of_weight)
+    ]
 
 
 def _layer_backward(model: Transformer, part: DevicePart, software: Software) -> list[Operator]:
@@ -176,12 +180,12 @@ def head_backward(model: Transformer, part: DevicePart, software: Software) -> l
     """The backward's kernels of loss, output layer and last norm; with adapters, no weight gradient."""
     rows, vocab = _rows(part), _slice(model.vocab, part.tensor)
     whole = 2.0 * rows * model.hidden / (part.tensor if part.split else 1)
-    found = [
+    operators = [
         Operator(name="loss", traffic=0.35 * software.loss_bytes * rows * vocab, launches=5),
         *_product_backward("head", rows, vocab, model.hidden, low_precision=False),
         Operator(name="norm", traffic=3 * whole, launches=2),
     ]
-    return [each for each in found if not (model.adapter and each.of_weight)]
+    return [operator_ for operator_ in operators if not (model.adapter and operator_.of_weight)]
 
 
 def embedding(model: Transformer, part: DevicePart) -> list[Operator]:
@@ -317,28 +321,28 @@ def issued(device_seconds: float, host_seconds: float) -> float:
 def work_of(operators: Sequence[Operator], device: Device, software: Software, precision: str) -> OperatorTimes:
     """Sum the times of operators that run one after the other."""
     matmul = attention = memory = launches = flops = 0.0
-    given = device.efficiency
+    efficiency = device.efficiency
     for operator in operators:
         launches += operator.launches
         flops += operator.flops
         if operator.matmul is not None:
             used = precision if operator.low_precision else _plain(precision)
             matmul += matmul_seconds(operator.matmul, device, used) + operator.traffic / (
-                given.bandwidth * device.bandwidth
+                efficiency.bandwidth * device.bandwidth
             )
-            matmul += given.kernel_seconds
+            matmul += efficiency.kernel_seconds
         elif operator.attention_flops:
             forward, backward = _ATTENTION_RATES.get((software.attention, device.kind), _OTHER_ATTENTION)
             rate = (backward if operator.backward else forward) * device.flops[_plain(precision)]
-            attention += operator.attention_flops / rate + given.kernel_seconds
+            attention += operator.attention_flops / rate + efficiency.kernel_seconds
         elif operator.traffic:
-            memory += operator.traffic / (given.bandwidth * device.bandwidth) + given.kernel_seconds
+            memory += operator.traffic / (efficiency.bandwidth * device.bandwidth) + efficiency.kernel_seconds
     return OperatorTimes(
         seconds=matmul + attention + memory,
         matmul_seconds=matmul,
         attention_seconds=attention,
         memory_seconds=memory,
-        host_seconds=launches * software.launches * given.launch_seconds,
+        host_seconds=launches * software.launches * efficiency.launch_seconds,
         flops=flops,
     )
 
@@ -355,14 +359,16 @@ def matmul_seconds(sizes: tuple[int, int, int, int], device: Device, precision: 
     Uses the tile and the split of the inner dimension that take the least time, as libraries would choose.
     """
     rows, columns, inner, count = sizes
-    given = device.efficiency
+    efficiency = device.efficiency
     low = precision in ("fp8", "fp4")
-    peak = device.flops[precision] * ((given.low_precision_matmul or given.matmul) if low else given.matmul)
-    each = peak / device.processors
+    peak = device.flops[precision] * (
+        (efficiency.low_precision_matmul or efficiency.matmul) if low else efficiency.matmul
+    )
+    processor_peak = peak / device.processors
     reuse_of_largest = _reuse(*_TILES[0])
     best = float("inf")
     for height, width in _TILES:
-        rate = each * _reuse(height, width) / reuse_of_largest
+        rate = processor_peak * _reuse(height, width) / reuse_of_largest
         tiles = ceil(rows / height) * ceil(columns / width) * count
         for split in _SPLITS:
             depth = inner / split
@@ -371,13 +377,13 @@ def matmul_seconds(sizes: tuple[int, int, int, int], device: Device, precision: 
             waves = ceil(tiles * split / device.processors)
             seconds = waves * 2.0 * height * width * (depth + _TILE_FILL) / rate
             if split > 1:
-                seconds += 8.0 * rows * columns * count / (given.bandwidth * device.bandwidth)
+                seconds += 8.0 * rows * columns * count / (efficiency.bandwidth * device.bandwidth)
             best = min(best, seconds)
     if any(side % _ALIGNED for side in (rows, columns, inner) if side >= _SHORTEST_SPLIT):
         best /= _UNALIGNED_RATE
     element = {"fp32": 4, "fp8": 1, "fp4": 0.5}.get(precision, 2)
     moved = count * (element * (rows * inner + inner * columns) + 2.0 * rows * columns)
-    return issued(best, moved / (given.bandwidth * device.bandwidth))
+    return issued(best, moved / (efficiency.bandwidth * device.bandwidth))
 
 
 def _reuse(height: int, width: int) -> float:

@@ -94,7 +94,7 @@ def _played(
     forwards: list[dict[int, float]] = [{} for _ in stages]  # end of each forward, by stage and micro-batch
     backwards: list[dict[int, float]] = [{} for _ in stages]
     free, at = [0.0] * len(order), [0] * len(order)
-    found: list[tuple[int, int, Kind, int, float, float]] = []
+    events: list[tuple[int, int, Kind, int, float, float]] = []
     waiting = list(range(len(order)))
     while waiting:
         rank, advanced = waiting.pop(), False
@@ -113,7 +113,7 @@ def _played(
                 break
             start = max(now, ready + lag)
             now = start + seconds[kind][stage]
-            found.append((rank, stage, kind, micro_batch, start, now))
+            events.append((rank, stage, kind, micro_batch, start, now))
             if kind == "F":
                 forwards[stage][micro_batch] = now
                 woken.add(owner[min(stage + 1, last)])
@@ -131,7 +131,7 @@ def _played(
     stuck = [order[rank][at[rank]] for rank in range(len(order)) if at[rank] < len(order[rank])]
     if stuck:
         raise RuntimeError(f"pipeline order waits for itself at {stuck}")
-    return found
+    return events
 
 
 def elapsed(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> float:
@@ -194,12 +194,12 @@ def _gpipe(rank: int, micro_batches: int) -> Order:
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> Order:
     """1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.1)."""
     ahead = min(ranks - 1 - rank, micro_batches)
-    found: list[tuple[int, Kind, int]] = [(rank, "F", number) for number in range(ahead)]
+    order: list[tuple[int, Kind, int]] = [(rank, "F", number) for number in range(ahead)]
     for number in range(micro_batches):
         if ahead + number < micro_batches:
-            found.append((rank, "F", ahead + number))
-        found.append((rank, "B", number))
-    return found
+            order.append((rank, "F", ahead + number))
+        order.append((rank, "B", number))
+    return order
 
 
 def _interleaved(rank: int, ranks: int, stages_a_rank: int, micro_batches: int) -> Order:
@@ -219,9 +219,9 @@ def _interleaved(rank: int, ranks: int, stages_a_rank: int, micro_batches: int) 
         micro_batch = number // (ranks * stages_a_rank) * ranks + in_round % ranks
         return chunk * ranks + rank, kind, micro_batch
 
-    found = [action("F", number) for number in range(ahead)]
+    order = [action("F", number) for number in range(ahead)]
     for number in range(total):
         if ahead + number < total:
-            found.append(action("F", ahead + number))
-        found.append(action("B", number))
-    return found
+            order.append(action("F", ahead + number))
+        order.append(action("B", number))
+    return order

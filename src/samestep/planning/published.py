@@ -209,9 +209,9 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
 
 def _flops_known(row: str, gpu: str, precision: str) -> str:
     """The precision of a row. Raises UserError if its device does not have it."""
-    known = device_of(gpu).flops
-    if precision not in known:
-        raise UserError(f"{row} is of {precision}, which {gpu} does not have; give {' or '.join(known)}")
+    flops = device_of(gpu).flops
+    if precision not in flops:
+        raise UserError(f"{row} is of {precision}, which {gpu} does not have; give {' or '.join(flops)}")
     return precision
 
 
@@ -229,8 +229,10 @@ def _software(record: Mapping[str, Any]) -> Software:
     text = f"{record.get('source', '')} {record.get('notes', '')}"
     a100 = record["gpu"].startswith("a100")
     if "FSDP1" in text or "llm-foundry" in text:
-        found = SOFTWARE["fsdp-2023"]
-        return found if a100 else replace(found, attention="flash-2")  # the first version that was made for Hopper
+        software = SOFTWARE["fsdp-2023"]
+        return (
+            software if a100 else replace(software, attention="flash-2")
+        )  # the first version that was made for Hopper
     if a100 and record["precision"] == "fp16":
         return SOFTWARE["megatron-2021"]
     return SOFTWARE["megatron-core"]
@@ -238,10 +240,10 @@ def _software(record: Mapping[str, Any]) -> Software:
 
 def _gpu(name: str) -> str:
     """The device's name in `hardware`, from a longer published name such as h100-sxm5-80gb."""
-    known = re.search(r"gb300|gb200|b300|b200|h200|h100|a100", name.lower())
-    if known is None:
+    match = re.search(r"gb300|gb200|b300|b200|h200|h100|a100", name.lower())
+    if match is None:
         return name
-    return "a100-40gb" if known[0] == "a100" and "40" in name else known[0]
+    return "a100-40gb" if match[0] == "a100" and "40" in name else match[0]
 
 
 def _precision(name: str) -> str:
@@ -298,9 +300,9 @@ def predict(row: PublishedRow, factors: Mapping[str, float] | None = None) -> Pr
     """
     cluster = cluster_of(row.gpu, row.layout.size)
     if factors:
-        given = cluster.device.efficiency
-        changed: dict[str, Any] = {name: getattr(given, name) * factor for name, factor in factors.items()}
-        cluster = replace(cluster, device=replace(cluster.device, efficiency=replace(given, **changed)))
+        efficiency = cluster.device.efficiency
+        changed: dict[str, Any] = {name: getattr(efficiency, name) * factor for name, factor in factors.items()}
+        cluster = replace(cluster, device=replace(cluster.device, efficiency=replace(efficiency, **changed)))
     job = PlannedJob(model=row.model, global_batch=row.global_batch, precision=row.precision, software=row.software)
     sizes = [row.micro_batch] if row.micro_batch else with_micro_batches(job, row.layout)[:4]
     seconds, size = min((step_time(job, _fitted(row, job, size), size, cluster).seconds, size) for size in sizes)

@@ -112,9 +112,11 @@ def plan(job: PlannedJob, cluster: ClusterSpec, *, most: int = 10) -> ClusterPla
             break  # offload is tried only if nothing else fits: its time was never compared with a measured step
     if not fitting:
         raise UserError(_nothing_fits(job, cluster, smallest))
-    fitting.sort(key=lambda found: found[0])
+    fitting.sort(key=lambda timed: timed[0])
     too_large = tried - len(fitting)
-    fitting = [each for each in fitting if each[1].schedule not in SPLIT_BACKWARD or each[0] < _NEAR * fitting[0][0]]
+    fitting = [
+        timed for timed in fitting if timed[1].schedule not in SPLIT_BACKWARD or timed[0] < _NEAR * fitting[0][0]
+    ]
     played = [
         LayoutCandidate(layout=layout, micro_batch=size, memory=memory, time=step_time(job, layout, size, cluster))
         for _, layout, size, memory in fitting[: max(_PLAYED, most)]
@@ -142,7 +144,7 @@ def candidates(job: PlannedJob, cluster: ClusterSpec, *, offloaded: bool = False
     """Generate layouts and micro-batch sizes whose sizes divide what they split; `offloaded`: only with offload."""
     if offloaded:
         for layout, micro_batch in candidates(job, cluster):
-            yield from ((each, micro_batch) for each in offloads_of(layout))
+            yield from ((layout_, micro_batch) for layout_ in offloads_of(layout))
         return
     model = job.model
     for tensor in divisors(min(cluster.node_size, cluster.devices)):
@@ -220,8 +222,8 @@ def _zero_bubbles(layout: Layout, layers: int, micro_batches: int) -> Iterator[L
 
     They support neither recomputation nor sharded parameters.
     """
-    wanted = 1 < layout.pipeline <= _MOST_ZERO_BUBBLE and layout.zero <= 1
-    if not wanted or micro_batches % layout.pipeline:
+    possible = 1 < layout.pipeline <= _MOST_ZERO_BUBBLE and layout.zero <= 1
+    if not possible or micro_batches % layout.pipeline:
         return
     for schedule in SPLIT_BACKWARD:
         for stages in (1, 2) if schedule == "interleaved-zero-bubble" else (2,):
@@ -285,11 +287,11 @@ _LEVERS: Mapping[str, Mapping[str, Any]] = {
 
 def minimum(job: PlannedJob, cluster: ClusterSpec, *, most_devices: int = 65536) -> list[Lever]:
     """For each lever, find the fewest devices (a power of two) on which one sample per data rank fits."""
-    found = []
+    levers = []
     for name, lever in _LEVERS.items():
         shown = name.replace("tp,", "tp, cp,") if job.model.seq >= _LONG else name
-        found.append(_fewest(shown, lever, job, cluster, most_devices))
-    return found
+        levers.append(_fewest(shown, lever, job, cluster, most_devices))
+    return levers
 
 
 def _fewest(name: str, lever: Mapping[str, Any], job: PlannedJob, cluster: ClusterSpec, most_devices: int) -> Lever:

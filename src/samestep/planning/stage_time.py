@@ -55,13 +55,13 @@ class LayerTime:
 
 def groups(layout: Layout) -> Mapping[str, RankGroup]:
     """The group of each mesh axis: its size, and the stride of its ranks in the layout's placement order."""
-    found: dict[str, RankGroup] = {}
+    by_name: dict[str, RankGroup] = {}
     stride = 1
     for name in reversed(layout.placement):
         size = getattr(layout, name)
-        found[name] = RankGroup(size=size, stride=stride)
+        by_name[name] = RankGroup(size=size, stride=stride)
         stride *= size
-    return found
+    return by_name
 
 
 def data_group(layout: Layout, names: Sequence[str]) -> RankGroup:
@@ -95,23 +95,25 @@ def stages_of(job: PlannedJob, layout: Layout, micro_batch: int, cluster: Cluste
         if layout.sequence == "split" or job.software.sends_slices:
             size /= layout.tensor
         send = collectives.send(size, groups(layout)["pipeline"], cluster)
-    found, gathering = [], 0.0
+    stages, gathering = [], 0.0
     for index, layers in enumerate(layers_of_stages(job.model.layers, count)):
         first, last = index == 0, index == count - 1
         seconds = []
         for backward in (False, True):
-            each, added = _stage(job, layout, cluster, layer, part, layers, first=first, last=last, backward=backward)
-            seconds.append(each)
+            seconds_of_pass, added = _stage(
+                job, layout, cluster, layer, part, layers, first=first, last=last, backward=backward
+            )
+            seconds.append(seconds_of_pass)
             gathering += added
         weights = seconds[1] * (_WEIGHTS if layout.recompute == "none" else _WEIGHTS_RECOMPUTED)
-        found.append(StageTimes(forward=seconds[0], backward=seconds[1], weights=weights, send=send))
-    return PlannedStages(layer=layer, times=found, gathering=gathering)
+        stages.append(StageTimes(forward=seconds[0], backward=seconds[1], weights=weights, send=send))
+    return PlannedStages(layer=layer, times=stages, gathering=gathering)
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
     """The number of layers of each stage: as even as possible; inner stages get the extra layers first."""
-    each, more = divmod(layers, stages)
-    counts = [each] * stages
+    fewest, more = divmod(layers, stages)
+    counts = [fewest] * stages
     middle = [*range(1, stages - 1), 0, stages - 1] if stages > 2 else list(range(stages))
     for index in middle[:more]:
         counts[index] += 1
@@ -172,9 +174,9 @@ def _shard_traffic(
     if layout.zero < 2 or layout.shard == 1 or (layout.zero == 2 and not backward):
         return 0.0, 0.0
     model, group = job.model, data_group(layout, ("shard", "context"))
-    each = 2.0 * sum(layer_parameters(model, layout))
+    parameter_bytes = 2.0 * sum(layer_parameters(model, layout))
     outer = 2.0 * model.embedding_parameters / layout.tensor if ends else 0.0
-    one = collectives.all_gather(each, group, cluster)
+    one = collectives.all_gather(parameter_bytes, group, cluster)
     gathered = layers * one + collectives.all_gather(outer, group, cluster)
     if not backward:
         return gathered, one

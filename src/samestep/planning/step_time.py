@@ -101,11 +101,11 @@ def _steps_on_host(layout: Layout) -> bool:
 
 def _links(layout: Layout, cluster: ClusterSpec, gradients: str) -> Mapping[str, str]:
     """The link that limits each kind of communication."""
-    found = {"gradients": gradients, "gathering parameters": gradients}
+    links = {"gradients": gradients, "gathering parameters": gradients}
     if layout.tensor * layout.context > 1:
         group = data_group(layout, ("context", "tensor"))
-        found["tensor and context traffic"] = collectives.route(group, cluster).name
-    return found
+        links["tensor and context traffic"] = collectives.route(group, cluster).name
+    return links
 
 
 def slowest_of(devices: int) -> float:
@@ -120,8 +120,8 @@ def estimated(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) 
     """Estimate a pipeline's time from its busiest rank's work and the bubble (arXiv 2104.04473, section 2.2)."""
     busy = _busiest(layout, stages)
     sends = 2 * max(stage.send for stage in stages)
-    each = busy / layout.stages_a_rank
-    idle = (layout.pipeline - 1) * (each + sends)
+    stage_busy = busy / layout.stages_a_rank
+    idle = (layout.pipeline - 1) * (stage_busy + sends)
     if layout.schedule in pipeline_events.SPLIT_BACKWARD:
         idle /= 3
     steady = micro_batches * layout.stages_a_rank * sends if layout.schedule != "gpipe" else 0.0
@@ -138,10 +138,10 @@ def _by_rank(layout: Layout, seconds: Sequence[float]) -> list[float]:
     if layout.pipeline == 1:
         return [sum(seconds)]
     sums = [0.0] * layout.pipeline
-    for rank, each in zip(
+    for rank, own_seconds in zip(
         pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank), seconds, strict=True
     ):
-        sums[rank] += each
+        sums[rank] += own_seconds
     return sums
 
 

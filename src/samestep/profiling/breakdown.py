@@ -42,7 +42,7 @@ class RankProfile:
             "categories_share": shares,
             "communication_overlapped_ms": self.overlapped * 1e3,
             "phases_ms": {
-                name: {kind: each * 1e3 for kind, each in kinds.items()} for name, kinds in self.phases.items()
+                name: {kind: seconds * 1e3 for kind, seconds in kinds.items()} for name, kinds in self.phases.items()
             },
         }
 
@@ -88,12 +88,12 @@ def rank_profile(
     `ran`: intervals in which collectives ran. `unseen`: waits in the rank's own thread that the clock did not record.
     `idles`: whether a thread without processor time is idle; it isn't where it waits for an accelerator.
     """
-    each = [_one_step(step, unseen, idles=idles) for step in steps]
+    by_step = [_one_step(step, unseen, idles=idles) for step in steps]
     phases: dict[str, dict[str, float]] = {}
     typical: dict[str, dict[str, float]] = {}
     for name in ("data", "forward", "backward", "optimizer", "other"):
-        found = [step.get(name, {}) for step in each]
-        by_kind = {kind: [one.get(kind, 0.0) for one in found] for kind in ("busy", "idle", "waited")}
+        of_phase = [step.get(name, {}) for step in by_step]
+        by_kind = {kind: [one.get(kind, 0.0) for one in of_phase] for kind in ("busy", "idle", "waited")}
         phases[name] = {kind: fmean(seconds) for kind, seconds in by_kind.items()}
         typical[name] = {kind: median(seconds) for kind, seconds in by_kind.items()}
     categories: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
@@ -104,7 +104,7 @@ def rank_profile(
             categories["idle"] += kinds["idle"]
         else:  # reading data and writing records is waiting for disks and other processes as well
             categories[name] += kinds["busy"] + kinds["idle"]
-    own = [sum(kinds["busy"] + kinds["idle"] for kinds in step.values()) for step in each]
+    own = [sum(kinds["busy"] + kinds["idle"] for kinds in step.values()) for step in by_step]
     return RankProfile(
         rank=rank,
         seconds=fmean((step.end - step.start) / 1e9 for step in steps),
@@ -119,16 +119,16 @@ def rank_profile(
 
 def _one_step(step: StepTimes, unseen: Sequence[Interval], *, idles: bool) -> dict[str, dict[str, float]]:
     """Return the seconds of each phase in one step: busy, idle, waited."""
-    found: dict[str, dict[str, float]] = {}
-    known = _united(step.waits, step)
+    phases: dict[str, dict[str, float]] = {}
+    waits = _united(step.waits, step)
     for name, phase_time in step.phase_times.items():
         wall, waited = phase_time.wall, phase_time.waited
         within = [phase for phase in step.phases if phase.name == name]
-        late = sum(_length(_without(_overlap(unseen, phase), known)) for phase in within)
+        late = sum(_length(_without(_overlap(unseen, phase), waits)) for phase in within)
         wall, waited = wall - late, waited + late
         busy = min(wall, phase_time.processor) if idles else wall
-        found[name] = {"busy": busy / 1e9, "idle": (wall - busy) / 1e9, "waited": waited / 1e9}
-    return found
+        phases[name] = {"busy": busy / 1e9, "idle": (wall - busy) / 1e9, "waited": waited / 1e9}
+    return phases
 
 
 def _overlapped(step: StepTimes, ran: Sequence[Interval], unseen: Sequence[Interval]) -> int:
@@ -161,7 +161,7 @@ Span = tuple[int, int]
 
 def _overlap(intervals: Iterable[Interval], within: Interval | StepTimes) -> list[Span]:
     """Clip intervals to another one, and sort them."""
-    cut = ((max(each.start, within.start), min(each.end, within.end)) for each in intervals)
+    cut = ((max(interval.start, within.start), min(interval.end, within.end)) for interval in intervals)
     return sorted((start, end) for start, end in cut if start < end)
 
 

@@ -86,12 +86,12 @@ class TraceFile:
                 {
                     "ph": "X",
                     "cat": "samestep",
-                    "name": each.name,
-                    "ts": each.start / 1e3 + self._offset,
-                    "dur": (each.end - each.start) / 1e3,
+                    "name": interval.name,
+                    "ts": interval.start / 1e3 + self._offset,
+                    "dur": (interval.end - interval.start) / 1e3,
                     **common,
                 }
-                for each in intervals
+                for interval in intervals
             ]
         self._file.write_text(json.dumps(self._whole), encoding="utf-8")
 
@@ -110,13 +110,13 @@ def trace_file(folder: Path, rank: int) -> Path:
 class StepProfiler:
     """Profiles the requested steps, as an iterator around the training's batches."""
 
-    def __init__(self, asked: Profiling, *, first_step: int, total_steps: int, device: torch.device) -> None:
+    def __init__(self, options: Profiling, *, first_step: int, total_steps: int, device: torch.device) -> None:
         """Raises UserError where the training is over before the first step to profile."""
-        self._begin = first_step + asked.warm_up
-        self._stop = min(self._begin + asked.steps, total_steps)
+        self._begin = first_step + options.warm_up
+        self._stop = min(self._begin + options.steps, total_steps)
         if self._begin >= total_steps:
             raise UserError(
-                f"run.profile leaves the first {asked.warm_up} steps out, and the training takes "
+                f"run.profile leaves the first {options.warm_up} steps out, and the training takes "
                 f"{total_steps - first_step}; use recipe.steps: {self._begin + 1} or more"
             )
         self._first_step, self._total_steps = first_step, total_steps
@@ -185,13 +185,13 @@ class StepProfiler:
         None if the training ended before a step was profiled. Rank 0 writes the table as JSON.
         """
         self.finish()
-        mine = None if self._profiler is None or not self._times else self._of_rank(folder, rank)
+        own = None if self._profiler is None or not self._times else self._of_rank(folder, rank)
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, mine)
-        ranks: list[RankProfile] = [each for each in of_ranks if each is not None]
+        dist.all_gather_object(of_ranks, own)
+        ranks: list[RankProfile] = [rank for rank in of_ranks if rank is not None]
         if len(ranks) < len(of_ranks):
             return None
-        found = Profile(
+        profile = Profile(
             layout=layout,
             steps=tuple(step.step for step in self._times),
             ranks=tuple(ranks),
@@ -200,9 +200,9 @@ class StepProfiler:
             folder=folder,
         )
         if rank == 0:
-            text = json.dumps(found.to_json(), indent=2, ensure_ascii=False)
+            text = json.dumps(profile.to_json(), indent=2, ensure_ascii=False)
             (folder / PROFILE_FILE).write_text(text + "\n", encoding="utf-8")
-        return found
+        return profile
 
     def _of_rank(self, folder: Path, rank: int) -> RankProfile:
         """Write this rank's trace, and compute its profile."""

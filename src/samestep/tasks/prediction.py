@@ -39,7 +39,7 @@ def of_classes(probabilities: "Tensor", targets: "Tensor", names: Sequence[str])
 def lines_of(file: Path) -> list[str]:
     """The lines of a text file. Raises UserError where it can't be read, or has none."""
     try:
-        lines = text_of(file, wanted="a text file").splitlines()
+        lines = text_of(file, expected="a text file").splitlines()
     except UserError as error:
         raise UserError(f"--input: {error}") from None
     if not lines:

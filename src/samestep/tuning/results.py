@@ -100,38 +100,38 @@ class TuningResult:
         }
 
 
-def print_tuned(found: TuningResult, console: Console | None = None) -> None:
+def print_tuned(tuned: TuningResult, console: Console | None = None) -> None:
     """A row for each value, the gain of all that were kept, and the section to paste."""
     console = console or plain_console(width=WIDTH)
-    repeats = len(found.at_first.repeats)
+    repeats = len(tuned.at_first.repeats)
     columns = [
         *texts("setting", "value", whole=True),
         *numbers("ms", "before", "times as fast", "noise", whole=True),
         *texts(""),
     ]
-    rows = [[row.setting, row.value, *_numbers(row), row.status] for row in found.rows]
-    title = f"{found.job.run.layout}: ms of a step, medians of {repeats}, versus the best so far"
+    rows = [[row.setting, row.value, *_numbers(row), row.status] for row in tuned.rows]
+    title = f"{tuned.job.run.layout}: ms of a step, medians of {repeats}, versus the best so far"
     console.print(table(columns, rows, title=title))
-    for row in found.rows:
+    for row in tuned.rows:
         if row.reason is not None:
             console.print(f"{row.status}: {row.setting} {row.value}: {row.reason}", soft_wrap=True)
-    for remark in found.remarks:
+    for remark in tuned.remarks:
         console.print(remark, soft_wrap=True)
-    first, last = found.at_first.seconds, found.at_last.seconds
-    if any(row.status == "kept" for row in found.rows):
+    first, last = tuned.at_first.seconds, tuned.at_last.seconds
+    if any(row.status == "kept" for row in tuned.rows):
         gain = f"a step took {first * 1e3:.1f} ms, and takes {last * 1e3:.1f} ms: {first / last:.2f} times as fast"
         console.print(gain, soft_wrap=True)
     else:  # both times are of the same settings
         console.print(f"no value is faster; a step takes {first * 1e3:.1f} ms", soft_wrap=True)
-    console.print(section(found), end="")
-    if found.environment:
-        variables = " ".join(f"{name}={value}" for name, value in found.environment.items())
+    console.print(section(tuned), end="")
+    if tuned.environment:
+        variables = " ".join(f"{name}={value}" for name, value in tuned.environment.items())
         console.print(f"start it with {variables} before the command", soft_wrap=True)
 
 
-def section(found: TuningResult) -> str:
+def section(tuned: TuningResult) -> str:
     """The `run:` section that was found best, as YAML."""
-    return yaml.safe_dump({"run": found.run}, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump({"run": tuned.run}, sort_keys=False, allow_unicode=True)
 
 
 def _numbers(row: TuningRow) -> list[str]:

@@ -45,8 +45,8 @@ def _transports(job: Job, layout: Layout) -> list[SettingCandidate]:
 def _threads(job: Job, layout: Layout) -> list[SettingCandidate]:
     """Half and twice the threads of a rank, as far as there are cores."""
     now = threads_of(layout.size, job.run.threads)
-    wanted = sorted({max(1, now // 2), min(cores(), now * 2)} - {now})
-    return [SettingCandidate(value=str(threads), run={"threads": threads}) for threads in wanted]
+    counts = sorted({max(1, now // 2), min(cores(), now * 2)} - {now})
+    return [SettingCandidate(value=str(threads), run={"threads": threads}) for threads in counts]
 
 
 def _micro_batches(job: Job, layout: Layout) -> list[SettingCandidate]:
@@ -83,14 +83,14 @@ def _workers(job: Job, layout: Layout) -> list[SettingCandidate]:
 
 def _allocators(job: Job, layout: Layout) -> list[SettingCandidate]:
     """Allocators of main memory that take malloc's place: where they are installed, by the name that loads them."""
-    found: list[SettingCandidate] = []
+    candidates: list[SettingCandidate] = []
     for name, libraries in {"jemalloc": ("jemalloc",), "tcmalloc": ("tcmalloc", "tcmalloc_minimal")}.items():
         file = next(filter(None, map(ctypes.util.find_library, libraries)), None)
         if file is None:
-            found.append(SettingCandidate(value=name, missing=f"lib{name} is not installed"))
+            candidates.append(SettingCandidate(value=name, missing=f"lib{name} is not installed"))
         else:
-            found.append(SettingCandidate(value=name, environment={"LD_PRELOAD": file}))
-    return found
+            candidates.append(SettingCandidate(value=name, environment={"LD_PRELOAD": file}))
+    return candidates
 
 
 def _precision(job: Job, layout: Layout) -> list[SettingCandidate]:

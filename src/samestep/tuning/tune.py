@@ -194,8 +194,8 @@ def _fastest(tried: Found, before: Timing | None) -> SettingCandidate | None:
     if before is None or not timed:
         return None
     candidate, timing = min(timed, key=lambda pair: pair[1].seconds)
-    wanted = max(_LEAST, 1 + max(timing.noise, before.noise))
-    return candidate if before.seconds / timing.seconds > wanted else None
+    least_gain = max(_LEAST, 1 + max(timing.noise, before.noise))
+    return candidate if before.seconds / timing.seconds > least_gain else None
 
 
 def _row(
