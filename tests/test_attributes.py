@@ -1,6 +1,8 @@
 """A trace leaves a model as it was, whatever containers its modules have."""
 
 from collections import OrderedDict
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,3 +127,54 @@ def test_a_call_without_values_leaves_none_in_the_modules_that_it_is_given() -> 
     for _ in range(2):  # what stayed of the first call would be of another mode in the second
         assert imagine(module, (torch.zeros(2, 4), [given]), {}).shape == (2, 3)
         assert dict(given.named_buffers()) == dict(module.named_buffers()) == {}
+
+
+LIBRARY = """
+import torch
+
+table = torch.tensor([0.5, 1.0])  # made when it is first imported, which is in a forward
+"""
+
+_made: dict[int, Tensor] = {}
+_scale: Tensor | None = None
+
+
+@cache
+def positions(size: int) -> Tensor:
+    return torch.arange(size).float()
+
+
+class KeepsOutside(nn.Module):
+    """Keeps what it makes in the first forward in globals, in its class, in a cache, and in a library's globals."""
+
+    ones: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        global _scale
+        import first_imported_in_a_forward as library
+
+        if _scale is None:
+            _scale = torch.full((4,), 2.0)
+        if KeepsOutside.ones is None:
+            KeepsOutside.ones = torch.ones(4)
+        shift = _made.setdefault(4, torch.zeros(4)) + positions(4) + library.table[1]
+        return self.linear(x * _scale * KeepsOutside.ones + shift)
+
+
+def test_no_tensor_without_values_stays_outside_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a class, a global, a cache or a library keeps is made in the first forward that has values."""
+    (tmp_path / "first_imported_in_a_forward.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path)
+    model, x = KeepsOutside(), torch.ones(2, 4)
+    assert trace(nn.Sequential(model), x).stop is None
+    assert imagine(model, (x,), {}).shape == (2, 3)
+    with torch.no_grad():
+        expected = model.linear(2 * x + torch.arange(4) + 1)
+        torch.testing.assert_close(model(x), expected)
+        kept = _scale, KeepsOutside.ones, _made[4], positions(4)
+        assert trace(nn.Sequential(model), x).stop is None
+    assert all(a is b for a, b in zip(kept, (_scale, KeepsOutside.ones, _made[4], positions(4)), strict=True))

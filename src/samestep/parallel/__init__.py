@@ -3,7 +3,7 @@
 Read `apply` first: ten steps in one order. Then, by what it calls:
 
 - `trace`, `recorder`, `calls`, `dataflow`: follow the model's forward, before anything is changed; `attributes` takes
-  back what that changed.
+  back what that changed, and `code_state` what stays in globals and caches.
 - `context`, `tensor`, `pipeline`, `experts`: split tokens, slice matrices, cut stages, share experts.
 - `exact`: what keeps random numbers, batch statistics and precision those of one process.
 - `recompute`, `compile`, `offload`: what happens to single blocks (`blocks`).

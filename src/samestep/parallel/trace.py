@@ -24,6 +24,7 @@ from samestep.errors import UserError, first_line, internal_line
 from samestep.parallel.attributes import Attributes, forget_results, keeps_results, modules_in
 from samestep.parallel.blocks import caller_of, is_list_of_like
 from samestep.parallel.calls import Stop, Trace, seen_of
+from samestep.parallel.code_state import code_kept
 from samestep.parallel.exact.grouped_product import Followed
 from samestep.parallel.layout_failure import internal_error
 from samestep.parallel.recorder import Recorder
@@ -227,7 +228,8 @@ def _attributes_kept(model: nn.Module, *others: nn.Module) -> Iterator[None]:
     """
     before = Attributes(model, *others)
     try:
-        yield
+        with code_kept(model, *others):
+            yield
     finally:
         before.restore()
         for root in (model, *others):

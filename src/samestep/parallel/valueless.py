@@ -7,7 +7,7 @@ tensors with values gives what it would if every rank said what this one says.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Self
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.comm.observer import HostsObservers, decomposes, operands
+from samestep.parallel.code_state import imports_alone
 from samestep.torch_internals import pytree
 from samestep.torch_internals.fakes import FakeTensor, QuickFakeMode, swap_tensor_meta
 from samestep.torch_internals.groups import FakeWork
@@ -112,15 +113,18 @@ class Valueless(HostsObservers, QuickFakeMode):
         self._observed = False  # whether an operator is running; operators within it are not observed
         self._mail = mail or Mail(guesses=True)
         self._replaced: list[Any] = []
+        self._importing = ExitStack()
         self._twins: Any = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Self:
         # `all_gather_object` is replaced, as it reads pickled bytes from tensors, which here have no values.
         self._replaced.append((dist.all_gather_object, swap_tensor_meta(_unseen)))
         dist.all_gather_object = _everyone_says_the_same  # pyright: ignore[reportAttributeAccessIssue]
+        self._importing.enter_context(imports_alone())
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
+        self._importing.close()
         gather, restore_tensor_meta = self._replaced.pop()
         dist.all_gather_object = gather
         restore_tensor_meta()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from samestep.parallel.code_state import imports_alone
 from samestep.parallel.exact.draws import without_override
 from samestep.parallel.exact.grouped_product import grouped_product
 from samestep.torch_internals.modules import read_to
@@ -81,13 +82,14 @@ def in_float64(enabled: bool = True, *, promoting: bool = False) -> Iterator[Non
     if not enabled:
         yield
         return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Float64(promoting):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with imports_alone():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with _Float64(promoting):
+                yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 class _Float64(TorchFunctionMode):
