@@ -42,6 +42,8 @@ def message_of(task: samestep.Task, **run: Any) -> str:
     return message
 
 
+_DECIDED = r"values of the batch decide .* the model \({}\) asks for one.* of steps"
+
 # A task, the part of the contract that it breaks, words that the message must have, and the line that it must name.
 BROKEN: dict[str, tuple[samestep.Task, str, str, str | None]] = {
     "samples that change": (odd.NoisyData(), "data", "another sample the second time", "def __getitem__"),
@@ -134,6 +136,9 @@ BROKEN: dict[str, tuple[samestep.Task, str, str, str | None]] = {
         "in input.chunk(2)",
     ),
     "no batch norm": (odd.Odd(nets.CentredByNorm), "sum of parts", "norm .NotQuiteBatchNorm. couples", "def forward"),
+    "a fixed point": (odd.Odd(nets.FixedPoint), "sum of parts", _DECIDED.format("FixedPoint"), "if (state - before)"),
+    "rows and columns": (odd.Odd(nets.Balanced), "sum of parts", _DECIDED.format("Balanced"), "if torch.allclose"),
+    "a finer integral": (odd.Odd(nets.Refined), "sum of parts", _DECIDED.format("Refined"), "moving = len("),
     "a collate by group": (odd.CentredByCollate(), "sum of parts", "collate gives other values", "def collate"),
 }
 
@@ -160,6 +165,7 @@ NETS = (
     nets.NormedAndMore,
     nets.Untracked,
     nets.KeepsInputs,
+    nets.AsksInVain,
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samestep.contract.decisions import check_decisions
 from samestep.contract.errors import ContractError, line_of
 from samestep.contract.parts import SUM, NormCounts, Sums, WholeAndParts, whole_and_parts
 from samestep.contract.trial import Trial
@@ -25,15 +26,16 @@ def check_sum_of_parts(trial: Trial, taken: WholeAndParts) -> None:
     if len(trial.sampled) < 2:
         return
     _check_batch_norms(trial, taken.batch_norms)
-    _check_sums(trial, taken.sums)
+    _check_sums(trial, taken)
     for sampled in trial.sampled.shorter_in_others():
         with trial.of(sampled):
-            _check_sums(trial, whole_and_parts(trial, gradient_calls=False).sums)
+            _check_sums(trial, whole_and_parts(trial, gradient_calls=False))
 
 
-def _check_sums(trial: Trial, sums: Sums) -> None:
+def _check_sums(trial: Trial, taken: WholeAndParts) -> None:
     """Raise ContractError for a loss that is no sum over samples, saying what couples them."""
-    if sums.add_up:
+    if (sums := taken.sums).add_up:
+        check_decisions(trial, sums, taken.watched.asking)
         return
     number, cut = len(trial.sampled), trial.sampled.cut
     with trial.without_batch_statistics():

@@ -51,15 +51,25 @@ class Sums:
     @property
     def losses_add_up(self) -> bool:
         """Whether the loss of the whole batch is the sum of its parts' losses, up to rounding."""
-        whole, first, rest = self.losses
-        # Written so that NaN does not pass.
-        return abs(whole - first - rest) <= self.tolerance * max(abs(first) + abs(rest), abs(whole))
+        return self.loss_error <= self.tolerance  # NaN does not pass
 
     @property
     def gradients_add_up(self) -> bool:
         """Whether gradients add up. Non-finite ones pass: they can't be compared, and a training stops at them."""
+        return not math.isfinite(self.gradient_error) or self.gradient_error <= 10 * self.tolerance
+
+    @property
+    def loss_error(self) -> float:
+        """The relative difference of the whole batch's loss from the sum of its parts'."""
+        whole, first, rest = self.losses
+        apart, size = abs(whole - first - rest), max(abs(first) + abs(rest), abs(whole))
+        return apart / size if size else apart
+
+    @property
+    def gradient_error(self) -> float:
+        """The same of the gradients of all parameters together."""
         apart, norm = math.hypot(*self.apart.values()), self.gradient_norm
-        return not math.isfinite(apart + norm) or apart <= 10 * self.tolerance * norm
+        return apart / norm if norm else apart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -217,7 +217,8 @@ class Trial:
         other numbers.
         """
         before = generators.state(self.device)
-        function()
+        with generators.seedings_taken_back(self.device):
+            function()
         return generators.that_matters(before, generators.state(self.device), outcome, alike)
 
     def loss_and_gradients(self, scale: float = 1.0) -> LossAndGradients:

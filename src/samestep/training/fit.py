@@ -240,7 +240,8 @@ def build_model(task: Task, recipe: Recipe, *, recorded: bool = False) -> Initia
         check_model(model, "model()")
         if recipe.adapter is not None:
             put_adapters(model, recipe.adapter)
-        return model
+        # As every loop does before its first step: a model's own `train` may keep parts in evaluation mode.
+        return model.train()
 
     with torch.random.fork_rng(devices=[]):
         built = build_recorded(make) if recorded else InitialModel(model=make(), values=None)

@@ -263,7 +263,8 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
     def _no_other_draws(self) -> Iterator[None]:
         """Raise UserError if the first step draws random numbers other than by sample number (`exact.dropout`)."""
         before = generators.state_of_torch(self._device)
-        yield
+        with generators.seedings_taken_back(self._device):
+            yield
         who = generators.moved(before, generators.state_of_torch(self._device))
         if who is not None:
             raise UserError(

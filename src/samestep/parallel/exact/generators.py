@@ -55,6 +55,39 @@ def moved(before: State, after: State) -> str | None:
     return next((name for (name, a), (_, b) in zip(before, after, strict=True) if a != b), None)
 
 
+@contextmanager
+def seedings_taken_back(device: torch.device) -> Iterator[None]:
+    """Restore PyTorch's generators afterwards where code inside has seeded them and has drawn nothing.
+
+    Reversible layers seed the generator in each forward, so that their backward draws the same once more: with dropout
+    of 0 nothing is drawn, and the seed decides nothing.
+    """
+    before = last = state_of_torch(device)
+    drawn = seeded = False
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def set_seed(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal last, drawn, seeded
+            drawn = drawn or moved(last, state_of_torch(device)) is not None
+            result = function(*arguments, **keywords)
+            last, seeded = state_of_torch(device), True
+            return result
+
+        return set_seed
+
+    names = [(place, name) for place in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
+    functions = [getattr(place, name) for place, name in names]
+    for (place, name), function in zip(names, functions, strict=True):
+        setattr(place, name, noting(function))
+    try:
+        yield
+    finally:
+        for (place, name), function in zip(names, functions, strict=True):
+            setattr(place, name, function)
+        if seeded and not drawn and moved(last, state_of_torch(device)) is None:
+            restore_torch(before, device)
+
+
 # The state of a Mersenne Twister, which Python's and NumPy's generators are, is 624 words, each of which gives one
 # number. The state's word that gives 0 is 0; the following one gives 2^32 - 1.
 _WORDS, _GIVES_MOST = 624, 0x12DD9BB3
