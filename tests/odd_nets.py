@@ -356,3 +356,19 @@ class AsksInVain(Net):
             rows = torch.nonzero(signs == sign)[:, 0]
             result = result.index_add(0, rows, hidden[rows] * (2 - sign))
         return result
+
+
+class PartlyFrozen(Net):
+    """Keeps a part in evaluation mode, in which it doesn't draw, as frozen batch norms and codebooks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.RReLU()
+
+    def train(self, mode: bool = True) -> "PartlyFrozen":
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return self.frozen(hidden)

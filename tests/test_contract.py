@@ -166,6 +166,7 @@ NETS = (
     nets.Untracked,
     nets.KeepsInputs,
     nets.AsksInVain,
+    nets.PartlyFrozen,
 )
 
 

@@ -94,6 +94,39 @@ class Counting(Points):
         return nn.Sequential(Codebook(self.way), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
 
 
+class Again(torch.autograd.Function):
+    """Computes a module once more in backward, by a backward of its own, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(rows)
+        return module(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        with torch.enable_grad():
+            torch.manual_seed(1)  # for the same draws: there are none
+            rows = rows.detach().requires_grad_()
+            ctx.module(rows).backward(gradient)
+        return rows.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.last(Again.apply(self.first(points), self.middle))
+
+
+class TakenAgain(Points):
+    def model(self) -> nn.Module:
+        return Reversible()
+
+
 class SpreadLoss(Points):
     def loss(self, output: Tensor, batch: samestep.Batch) -> Any:
         total, count = super().loss(output, batch)
@@ -116,6 +149,8 @@ CASES: Mapping[str, tuple[samestep.Task, str]] = {
     "loss": (SpreadLoss(), "dp2"),
     "held, in slices": (Counting("held"), "tp2"),
     "imported, in slices": (Counting("imported"), "tp2"),
+    "taken again": (TakenAgain(), "dp2"),
+    "taken again, in shards": (TakenAgain(), "fsdp2"),
     "right": (Points(), "dp2"),
     "right where all ranks have samples of their own": (Counting("held"), "dp2"),
     "right shards": (Points(), "fsdp2"),
@@ -168,6 +203,18 @@ def test_the_call_is_named_with_its_place(told: Mapping[str, str], name: str, wh
     assert told[name].startswith(f"the model or the loss sends messages itself ({where}")
     assert "test_own_messages.py:" in told[name]
     assert "is_distributed=False" in told[name]
+
+
+@pytest.mark.parametrize(("name", "layout"), [("taken again", "dp2"), ("taken again, in shards", "fsdp2")])
+def test_a_backward_inside_of_the_backward_is_refused(told: Mapping[str, str], name: str, layout: str) -> None:
+    assert told[name].startswith(f'layout "{layout}": the backward of Reversible runs another one inside (backw')
+    assert "test_own_messages.py:" in told[name]
+    assert "use one process" in told[name]
+
+
+def test_one_process_takes_it_and_a_seed_is_no_draw() -> None:
+    recipe = samestep.Recipe(task=TakenAgain(), batch=8, steps=2, optimizer=samestep.SGD(lr=0.1))
+    assert samestep.train(recipe, threads=1, tensorboard=False).steps == 2
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("right", "synch"))])

@@ -14,7 +14,8 @@ Read `apply` first: ten steps in one order. Then, by what it calls:
 - `optimizer`: which rank steps what, and where its state is kept. `loss`: the loss of a step.
 - `deferred_init`, `init_recorder`: the initial weights.
 - `complex_parameters`, `low_rank`: kinds of parameters. `collectives`: those that have a backward.
-- `own_messages`: models that send messages themselves. `checks`, `layout_failure`: what a layout can't have, in one
-  sentence. `variation`: values with which models are compared. `valueless`, `valueless_replicas`: rehearsals.
+- `own_messages`, `own_backwards`: models that send messages, or run a backward in the backward, themselves. `checks`,
+  `layout_failure`: what a layout can't have, in one sentence. `variation`: values with which models are compared.
+  `valueless`, `valueless_replicas`: rehearsals.
 - `parallel_model`: what comes out, as engines step it.
 """

@@ -63,7 +63,7 @@ class LayoutFailures:
             if not self._is_of_layout(error):
                 raise
             if (line := internal_line(error)) is not None:
-                name = _class_of(self._model)
+                name = class_of(self._model)
                 raise internal_error(self._layout, name, error, line, _other_layouts(self._layout)) from error
             failure = LayoutError(self._sentence(error))
             failure.on_every_rank = False  # other ranks may not have failed
@@ -82,7 +82,7 @@ class LayoutFailures:
 
     def _slope_of_another_stage(self) -> LayoutError:
         """The error for a loss that computes gradients of the output with respect to an earlier stage."""
-        pipeline, name = self._layout.pipeline, _class_of(self._model)
+        pipeline, name = self._layout.pipeline, class_of(self._model)
         failure = LayoutError(
             f'layout "{self._layout}": the loss takes gradients of the output of {name} with respect to what an '
             "earlier pipeline stage has, on another rank, where no graph of the loss's reaches; use "
@@ -105,7 +105,7 @@ class LayoutFailures:
         """Describe the failure, its place in the model and in the user's code, and a layout that requires less."""
         if _MARKED_TWICE in str(error):
             return (
-                f'layout "{self._layout}": the backward of {_class_of(self._model)} runs another one inside, as '
+                f'layout "{self._layout}": the backward of {class_of(self._model)} runs another one inside, as '
                 "torch.utils.checkpoint does with use_reentrant=True, and gradients are averaged once a backward; "
                 "use checkpoint(..., use_reentrant=False), or in place of the model's own checkpointing "
                 f'"{replace(self._layout, recompute="full")}"'
@@ -113,7 +113,7 @@ class LayoutFailures:
         names = self._names | {id(module): name for name, module in self._model.named_modules()}
         where = failing_module(error, names)
         module = self._model.get_submodule(where) if where else self._model
-        what = f"{where} ({_class_of(module)})" if where else _class_of(module)
+        what = f"{where} ({class_of(module)})" if where else class_of(module)
         line = foreign_line(error)
         at = f", {line}" if line else ""
         if _WITHOUT_GRAPH in str(error):
@@ -156,7 +156,7 @@ def _is_foreign(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith((_SAMESTEP, _TORCH))
 
 
-def _class_of(module: nn.Module) -> str:
+def class_of(module: nn.Module) -> str:
     """The name of a module's class as the model's author gave it; FSDP2 puts a class of its own before it."""
     return type(module).__name__.removeprefix("FSDP")
 

@@ -24,6 +24,7 @@ from samestep.data.types import Batch, Samples
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.deferred_init import tied_stay_tied
 from samestep.parallel.exact.float64 import in_float64
+from samestep.parallel.exact.generators import seedings_taken_back
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task, call
 from samestep.tasks.losses import task_loss
@@ -111,7 +112,7 @@ def hold_as_built(
                 return _not_compared("its parameters get their shapes in the first forward")
             before = _generators(device)
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            with watch:
+            with watch, seedings_taken_back(device):
                 built = _first_step(model, task, batch)
             if _generators(device) != before:
                 return _not_compared("its forward draws random numbers")

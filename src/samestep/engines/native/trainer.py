@@ -36,6 +36,7 @@ from samestep.parallel.optimizer.joined import Joined
 from samestep.parallel.optimizer.master_weights import MasterWeights
 from samestep.parallel.optimizer.offloaded import OffloadedOptimizer
 from samestep.parallel.optimizer.rounded import RoundedState
+from samestep.parallel.own_backwards import own_backwards_refused
 from samestep.parallel.own_messages import own_messages_refused
 from samestep.parallel.sharding import Entry, ShardTable, local
 from samestep.parallel.state_shards import (
@@ -95,7 +96,9 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         failures, self._failures_of_step = self._failures_of_step, None
         if failures is None:
             return self._step(batch, task_loss(loss))
-        with failures.explained(), own_messages_refused(self.model, self._spread.parts.layout):
+        layout = self._spread.parts.layout
+        watched = own_messages_refused(self.model, layout), own_backwards_refused(self.model, layout)
+        with failures.explained(), watched[0], watched[1]:
             return self._step(batch, replace(task_loss(loss), errors=failures.of_task))
 
     def _step(self, batch: StepBatch, loss: TaskLoss) -> StepReport:

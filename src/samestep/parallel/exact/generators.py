@@ -59,8 +59,8 @@ def moved(before: State, after: State) -> str | None:
 def seedings_taken_back(device: torch.device) -> Iterator[None]:
     """Restore PyTorch's generators afterwards where code inside has seeded them and has drawn nothing.
 
-    Reversible layers seed the generator in each forward, so that their backward draws the same once more: with dropout
-    of 0 nothing is drawn, and the seed decides nothing.
+    Reversible layers seed the generator in each forward, so that their backward draws the same once more: with
+    dropout of 0 nothing is drawn, and the seed decides nothing.
     """
     before = last = state_of_torch(device)
     drawn = seeded = False
