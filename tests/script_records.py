@@ -48,6 +48,7 @@ class Record:
     batches: int = 1  # that DataLoaders gave
     emptied: bool = False
     reduced: Sequence[float] = ()  # numbers after the evaluation
+    loaded: int = 0  # steps after which an optimizer's state was loaded
 
 
 def write(folder: Path, ranks: Sequence[Record]) -> None:
@@ -104,6 +105,8 @@ def _write(writer: RecordWriter, record: Record) -> None:
             optimizer=0,
             number=number + 1,
         )
+    if record.loaded:
+        writer.event("loaded", after=record.loaded)
     if record.emptied:
         writer.event("emptied")
     if record.evaluated:

@@ -135,6 +135,11 @@ def all_on_cpus() -> None:
     assert torch.nn.Linear(2, 2).to("cuda:1", torch.float64).weight.dtype == torch.float64
     with torch.autocast("cuda"):
         assert torch.get_autocast_dtype("cpu") == torch.float16
+    with torch.device("meta"):
+        made = (torch.empty(2), torch.arange(3), torch.nn.Linear(2, 2).weight)
+    assert all(tensor.is_meta for tensor in made)
+    with torch.device("cuda:1"):
+        assert torch.ones(2).device == cpu
     drawn = torch.random.get_rng_state()
     torch.cuda.manual_seed_all(5)
     assert torch.equal(torch.random.get_rng_state(), drawn)

@@ -1,6 +1,6 @@
 """`samestep verify --script`: a run alone on the split run's batches, and what is wrong with the order of those."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +9,15 @@ import pytest
 import script_records as records
 import torch
 from script_records import Record, Step
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from samestep.recording.store import RecordWriter
 from samestep.script_proof.batches import Batches, iterations
-from samestep.script_proof.compare import compare_runs
+from samestep.script_proof.compare import compare_runs, prove
 from samestep.script_proof.follow import Following, following
+from samestep.script_proof.runs import ScriptProof, ScriptStart, Starter
+from samestep.subprocess_group import CommandOutcome
 
 GRADIENTS, MOVED = records.weights(1), records.weights(2)
 ROWS = "abcdefghijklmnop"
@@ -140,3 +143,75 @@ def test_a_schedule_that_follows_samples_is_said(tmp_path: Path, own: list[float
     assert found.finding is not None
     assert (found.finding.kind, found.finding.step) == ("schedule-steps", 2)
     assert any("the schedule follows samples" in note.en for note in found.notes) is follows
+
+
+def written(**runs: Sequence[Record]) -> Starter:
+    """A starter that writes records in place of runs: of each name's starts the ranks, one after the other."""
+    left = {name.replace("_", "-"): list(ranks) for name, ranks in runs.items()}
+
+    def start(starts: Sequence[ScriptStart], proof: ScriptProof) -> list[CommandOutcome]:
+        for each in starts:
+            ranks = [left[each.name].pop(0) for _ in range(each.ranks)]
+            records.write(each.place, ranks)
+        return [CommandOutcome(code=0, seconds=0.0, output="") for _ in starts]
+
+    return start
+
+
+def at_rates(one: Record, rates: Sequence[float], *, end: str) -> Record:
+    steps = [replace(step, lr=rate) for step, rate in zip(one.steps, rates, strict=True)]
+    return replace(one, steps=steps, end=end)
+
+
+@pytest.mark.parametrize(
+    ("whole", "longer", "kind"),
+    [
+        (8, 8, "schedule-length"),  # of 16 samples over a rank's 2: the split run has half of the steps
+        (4, 4, None),  # a set number of steps
+    ],
+)
+def test_a_training_that_is_stopped_while_its_rate_goes_down_is_run_to_its_end(
+    whole: int, longer: int, kind: str | None, tmp_path: Path
+) -> None:
+    rates = [1 - number / whole for number in range(whole)]
+    small = [[2 * at, 2 * at + 1] for at in range(8)]
+    ranks = [[[4 * at + rank, 4 * at + 2 + rank] for at in range(4)] for rank in range(2)]
+    own = at_rates(record([small[:2]]), rates[:2], end="stopped")
+    split = [at_rates(record([each[:2]]), rates[:2], end="stopped") for each in ranks]
+    joined = at_rates(record([[[0, 2, 1, 3], [4, 6, 5, 7]]]), rates[:2], end="stopped")
+    starter = written(
+        alone=[own, joined],
+        split=split,
+        again=[joined],
+        split_whole=[at_rates(record([each]), rates[:4], end="ended") for each in ranks],
+        alone_whole=[at_rates(record([small[:longer]]), rates[:longer], end="ended")],
+    )
+    proof = ScriptProof(script=("train.py",), processes=2, steps=2)
+    found = prove(proof, tmp_path, starter)
+    assert (found.finding.kind if found.finding is not None else None) == kind
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_small_difference_after_equal_outputs_is_checked_in_float64(exact: bool, tmp_path: Path) -> None:
+    def run_of(rows: Sequence[str], moved: float, dtype: torch.dtype) -> Record:
+        def of(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: value.to(dtype) for name, value in values.items()}
+
+        gradients = of({name: value * (1 + moved * torch.sign(value)) for name, value in GRADIENTS.items()})
+        step = Step(rows=rows, gradients=gradients, after=of(MOVED), outputs=(1.0,) * len(rows), shape=(3,))
+        return Record(steps=[step], before=of(records.weights(0)))
+
+    low, high = torch.float32, torch.float64
+    rows = ["a", "b"]
+    apart = 0.003 if exact else 0.0
+    starter = written(
+        alone=[run_of(rows, 0.0, low), run_of(rows, 0.0, high)],
+        split=[
+            *(run_of([row], 0.003, low) for row in rows),
+            *(run_of([row], apart, high) for row in rows),
+        ],
+        again=[run_of(rows, 0.0, low), run_of(rows, 0.0, high)],
+    )
+    found = prove(ScriptProof(script=("train.py",), processes=2, steps=1), tmp_path, starter)
+    assert (found.finding.kind if found.finding is not None else None) == ("backward-differs" if exact else None)
+    assert any("in float64 the runs differ too" in note.en for note in found.notes) == exact

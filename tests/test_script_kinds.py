@@ -214,6 +214,43 @@ def test_copies_that_no_optimizer_holds_are_compared(tmp_path: Path) -> None:
     assert kind_of(verdict(tmp_path / "ranks", alone(held=copy), *apart)) == "copies-differ"
 
 
+def test_an_optimizer_whose_state_not_all_ranks_have_loaded_is_told_by_them(tmp_path: Path) -> None:
+    one, split = alone(2), halves(2)
+    split[1] = replace(split[1], steps=[split[1].steps[0], replace(split[1].steps[1], after=plus(MOVED, 0.1))])
+    assert kind_of(verdict(tmp_path / "ranks", one, *split)) == "ranks-differ"
+    for each in (one, split[0]):
+        each.loaded = 1
+    found = verdict(tmp_path / "loaded", one, *split)
+    assert kind_of(found) == "optimizer-state-differs"
+    assert found.finding is not None
+    assert found.finding.facts["ranks"] == "1"
+    split[1].loaded = 1
+    assert kind_of(verdict(tmp_path / "all", one, *split)) == "ranks-differ"
+    assert verdict(tmp_path / "right", one, *halves(2)).same_step
+
+
+def test_a_rate_ends_where_it_is_0_and_not_where_another_optimizer_goes_on(tmp_path: Path) -> None:
+    def told(found: Verdict) -> bool:
+        return any("learning rate is 0" in note.en for note in found.notes)
+
+    def runs_of(*rates: float) -> tuple[Record, list[Record]]:
+        one, ranks = alone(3), halves(3)
+        for each in (one, *ranks):
+            for at, rate in zip(each.steps, rates, strict=True):
+                at.lr = rate
+        return one, ranks
+
+    ended, whole = runs_of(0.1, 0.0, 0.0), runs_of(0.1, 0.1, 0.1)
+    assert told(verdict(tmp_path / "ended", ended[0], *ended[1]))
+    assert not told(verdict(tmp_path / "whole", whole[0], *whole[1]))
+    one, ranks = runs_of(0.1, 0.1, 0.1)
+    for each in (one, *ranks):
+        for at in each.steps[1:]:
+            at.gradients = {f"again.{name}": value for name, value in GRADIENTS.items()}
+            at.after = {f"again.{name}": value for name, value in MOVED.items()}
+    assert not told(verdict(tmp_path / "anew", one, *ranks))
+
+
 def test_numbers_of_an_evaluation_are_joined_as_one_process_has_them(tmp_path: Path) -> None:
     def evaluated(each: Record, rows: str, *numbers: float) -> Record:
         return replace(each, evaluated=[*rows], reduced=numbers)
@@ -224,6 +261,11 @@ def test_numbers_of_an_evaluation_are_joined_as_one_process_has_them(tmp_path: P
     assert verdict(tmp_path / "right", one, *right).same_step
     means = [evaluated(ranks[0], "xy", 2.0), evaluated(ranks[1], "z", 1.0)]
     assert kind_of(verdict(tmp_path / "means", one, *means)) == "evaluation-joined"
+    # exp of each rank's mean, averaged: a thousandth away
+    exps = [evaluated(ranks[0], "xy", 6.1), evaluated(ranks[1], "z", 5.901)]
+    assert kind_of(verdict(tmp_path / "exps", one, *exps)) == "evaluation-joined"
+    moved = evaluated(alone(), "xyz", 6.001)
+    assert compare_runs(records.runs(tmp_path / "noise", alone=one, split=exps, again=moved)).same_step
     own = [evaluated(ranks[0], "xy"), evaluated(ranks[1], "z")]
     assert kind_of(verdict(tmp_path / "own", evaluated(alone(), "xyz"), *own)) == "evaluation-own-share"
 

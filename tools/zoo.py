@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import zoo_seeds
 import zoo_tables
 import zoo_unseen
 from zoo_runs import forked
@@ -197,7 +198,12 @@ def main() -> int:
     parser.add_argument("--losses", action="store_true", help="also hold final losses against those of other seeds")
     parser.add_argument("--write", action="store_true", help="write the tables of the docs, with --losses")
     parser.add_argument("--unseen", action="store_true", help="run zoo/unseen instead; --write keeps the results")
+    parser.add_argument("--seeds", type=int, help="run the right scripts under so many seeds; --json keeps the runs")
     given = parser.parse_args()
+    if given.seeds is not None:
+        if given.json is None:
+            parser.error("--seeds keeps its runs in a file: pass --json FILE")
+        return _under_seeds(given.names, processes=given.processes, seeds=given.seeds, file=given.json)
     if given.unseen:
         return zoo_unseen.run(given.names, processes=given.processes, write=given.write)
     seen = []
@@ -216,6 +222,20 @@ def main() -> int:
     if given.json is not None:
         given.json.write_text(json.dumps([to_json(each) for each in seen], indent=2) + "\n", encoding="utf-8")
     return 0 if all(each.found != each.animal.right and each.refused is None for each in seen) else 1
+
+
+def _under_seeds(names: Sequence[str], *, processes: int, seeds: int, file: Path) -> int:
+    """Run the right scripts under many seeds."""
+    right = {each.name: each for each in animals(names) if each.right and not missing(each)}
+
+    def judged(at: zoo_seeds.SeededRun) -> dict[str, Any]:
+        seen = look(right[at.name], processes=at.processes, seed=at.seed)
+        result = zoo_seeds.REFUSED if seen.refused is not None else seen.kind or zoo_seeds.SAME
+        finding = seen.verdict.finding if seen.verdict is not None else None
+        words = seen.refused or (finding.line if finding is not None else "")
+        return {"result": result, "words": words, "seconds": round(seen.seconds, 1)}
+
+    return zoo_seeds.run(list(right), processes=processes, seeds=seeds, file=file, look=judged)
 
 
 def line(seen: Seen) -> str:

@@ -124,6 +124,7 @@ def _variables(start: ScriptStart, proof: ScriptProof, rank: int, port: int) -> 
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"samestep-{start.name}-{port}",
         "OMP_NUM_THREADS": "1",
         **({"ACCELERATE_USE_CPU": "true"} if proof.engine == "accelerate" else {}),
     }

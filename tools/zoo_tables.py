@@ -16,7 +16,8 @@ GROUPS: Sequence[tuple[tuple[str, str], tuple[str, ...]]] = (
         (
             *("same-samples", "padded-sampler", "lost-samples", "leftover-carried", "data-differs"),
             *("repeated-samples", "same-order-each-epoch", "resume-repeats", "resume-skips", "resume-other-order"),
-            *("optimizer-state-lost", "scaler-state-lost", "random-states-equal", "ends-early", "steps-differ"),
+            *("optimizer-state-lost", "optimizer-state-differs", "scaler-state-lost", "random-states-equal"),
+            *("ends-early", "steps-differ"),
             *("step-skipped", "step-not-skipped"),
         ),
     ),

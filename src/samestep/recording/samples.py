@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.torch_internals.sharded import DTensor
+from samestep.torch_internals.sharded import AsyncCollectiveTensor, DTensor
 
 _DEPTH = 4  # containers inside each other that are looked into
 _MASK = "attention_mask"
@@ -18,8 +18,11 @@ _IGNORED = -100  # the label of a token that has no loss, in PyTorch's cross ent
 def named_tensors(value: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors of arguments or results with the path to each, such as 0 or 1.labels.
 
-    Opens containers and dataclasses, no other objects; leaves out DTensors and tensors without values.
+    Opens containers and dataclasses, no other objects; leaves out DTensors and tensors without values. For one that
+    is still being sent it waits, as the script would.
     """
+    if isinstance(value, AsyncCollectiveTensor):
+        value = value.trigger_wait()
     if isinstance(value, Tensor):
         if not isinstance(value, DTensor) and value.layout == torch.strided and not value.is_meta:
             yield name, value
@@ -38,6 +41,14 @@ def named_tensors(value: Any, name: str = "", depth: int = _DEPTH) -> Iterator[t
         yield from named_tensors(nested, f"{name}.{key}" if name else str(key), depth - 1)
 
 
+def address_of(tensor: Tensor) -> int | None:
+    """Where a tensor's numbers are; None for one that is made of others, such as quantized ones."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardRows:
     """The rows of one forward."""
@@ -48,7 +59,7 @@ class ForwardRows:
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # input path -> sizes of a row
 
 
-def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int] = ()) -> ForwardRows | None:
+def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int | None] = ()) -> ForwardRows | None:
     """The rows of a model's inputs, as the first tensor among them has them; None where there is none.
 
     `made`: addresses of what other models have returned, which is no sample.
@@ -56,7 +67,7 @@ def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int]
     A batch is padded to its longest row, so a row is what its attention mask leaves of it.
     """
     tensors = {name: value for name, value in (*named_tensors(args), *named_tensors(kwargs)) if value.dim() > 0}
-    tensors = {name: value for name, value in tensors.items() if value.untyped_storage().data_ptr() not in made}
+    tensors = {name: value for name, value in tensors.items() if address_of(value) not in made}
     if not tensors:
         return None
     batch = next(iter(tensors.values())).shape[0]

@@ -48,12 +48,13 @@ from samestep.script_proof.runs import (
     run_to_end,
 )
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
-from samestep.script_proof.start_notes import no_evaluation, not_compared, start_notes
+from samestep.script_proof.start_notes import group_note, no_evaluation, not_compared, start_notes
 from samestep.script_proof.states import state_finding
 from samestep.script_proof.updates import (
     COARSE,
     buffer_finding,
     continued,
+    end_not_seen,
     ends_with_training,
     follows_samples,
     further_finding,
@@ -130,7 +131,8 @@ class Verdict:
 
 # A departure that looks like none of the known faults, and is this small (relative), may be rounding that the run
 # alone again did not happen to meet, and that the training magnifies.
-_DOUBTFUL, _DOUBTFUL_BELOW = ("gradients-differ", "update-differs"), 0.05
+_DOUBTFUL = ("gradients-differ", "backward-differs", "loss-of-own-rows", "forward-differs", "update-differs")
+_DOUBTFUL_BELOW = 0.05
 IN_FLOAT64 = "float64"  # the folder of the runs that decide then
 
 
@@ -144,7 +146,9 @@ def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verd
     finding = verdict.finding
     if finding is not None and finding.kind == "schedule-length":
         return _with_whole_schedule(verdict, proof, folder, starter)
-    if finding is None or proof.dtype is not None or RunRecord.read(folder / ALONE).dtype() == torch.float64:
+    if finding is None:
+        return _with_end_of_schedule(verdict, proof, folder, starter)
+    if proof.dtype is not None or RunRecord.read(folder / ALONE).dtype() == torch.float64:
         return verdict
     if finding.kind not in _DOUBTFUL or not finding.relative < _DOUBTFUL_BELOW:
         return verdict
@@ -159,6 +163,40 @@ def _with_whole_schedule(verdict: Verdict, proof: ScriptProof, folder: Path, sta
     except UserError:
         return replace(verdict, finding=None)
     return verdict if ends_with_training(whole) else replace(verdict, finding=None)
+
+
+def _with_end_of_schedule(verdict: Verdict, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
+    """Run to the end a training that was stopped while its rates go down, if it has few steps.
+
+    One process that takes smaller batches has the same rates: that may be right, or the schedule is too long.
+    """
+    if not (folder / OWN).is_dir():
+        return verdict
+    own, split = RunRecord.read(folder / OWN), RunRecord.read(folder / SPLIT)
+    by = rows_in_step(split, 0) // max(1, rows_in_step(own, 0))
+    names = with_names_of(split, own).names
+    if by < 2 or not end_not_seen(own, replace(split, names=names)):
+        return verdict
+    steps = _TO_THE_END * max(1, verdict.steps)
+    try:
+        whole = replace(run_to_end(proof, folder, starter, steps, split=True), names=names)
+        alone = run_to_end(proof, folder, starter, by * whole.steps + 1)
+    except UserError:
+        return verdict
+    finding = schedule_finding(alone, whole, by)
+    if finding is not None and ends_with_training(alone):
+        return replace(verdict, finding=finding, not_compared=[])
+    if any(rank.end.get("how") != "ended" for rank in whole.ranks):
+        return replace(verdict, not_compared=[*verdict.not_compared, _END_OF_SCHEDULE])
+    return verdict
+
+
+_TO_THE_END = 3  # times as many steps as were compared
+_END_OF_SCHEDULE = Words(
+    "whether the learning rate's schedule ends with the training: it goes down by steps alike on one process, which "
+    "takes more of them",
+    "学习率调度是否与训练同时结束：单个进程步数更多，而它每步的学习率相同",
+)
 
 
 def _checked(verdict: Verdict, finding: Finding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
@@ -178,12 +216,17 @@ def _checked(verdict: Verdict, finding: Finding, proof: ScriptProof, folder: Pat
     in_float64 = RunRecord.read(place / ALONE).dtype() == torch.float64
     if in_float64 and _is_clear(exact):
         return replace(exact, notes=[*exact.notes, _ROUNDING.format(**facts)])
+    if in_float64 and exact.noise["gradient"] < _EXACT:
+        return replace(verdict, notes=[*verdict.notes, _ALSO_IN_FLOAT64])
     if proof.noise == "order" and measure_in_halves(exactly, place, starter):
         halved = compare_runs(place, dropout=proof.dropout)
         if _is_clear(halved):
             return replace(halved, notes=[*halved.notes, _ROUNDING_OF_HALVES.format(**facts)])
     unchanged = _NOT_IN_FLOAT64.format(error="--dtype float64 changes nothing")
     return replace(verdict, notes=[*verdict.notes, _ALSO_IN_FLOAT64 if in_float64 else unchanged])
+
+
+_EXACT = 1e-10  # of a gradient: all that the script computes is in float64
 
 
 def _is_clear(verdict: Verdict) -> bool:
@@ -239,7 +282,11 @@ def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
         _check_draws(folder / SPLIT)
     return replace(
         verdict,
-        notes=[*verdict.notes, *start_notes(folder / ALONE, folder / SPLIT)],
+        notes=[
+            *verdict.notes,
+            *start_notes(folder / ALONE, folder / SPLIT),
+            *group_note(folder / SPLIT, verdict.finding.kind if verdict.finding is not None else None),
+        ],
         not_compared=[*verdict.not_compared, *not_compared(folder / SPLIT, split)],
     )
 
@@ -495,7 +542,7 @@ class _Comparison:
         """Compare what is left if every step was the same: evaluation, dropout, number of steps."""
         finding = evaluation_finding(self.alone, self.split, keys_of(self.alone, self.split))
         if finding is None:
-            finding = joined_finding(self.alone, self.split) or own_share_finding(self.split)
+            finding = joined_finding(self.alone, self.again, self.split) or own_share_finding(self.split)
         if finding is None and (
             (self.dropout and self._equal_draws()) or self._equal_noise() or self._equal_samples()
         ):
@@ -590,7 +637,7 @@ class _Comparison:
                     "the losses of all ranks are equal in every step: they may all train on the same samples",
                     "所有 rank 的损失在每一步都相等：它们可能都在用相同的样本训练",
                 )
-        if self.own is not None:
+        if self.own is not None and not sampled.drawn:
             alone, split = (rows_in_step(run, 0) for run in (self.own, self.split))
             yield Words(
                 "one process takes other samples by itself ({alone} rows in step 1, all ranks {split}): it was given "

@@ -17,11 +17,14 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils import _device as device_contexts
 from torch.utils.data import DataLoader
 
 from samestep.recording.calls import Call
+from samestep.torch_internals.sharded import DTensor
 
 Note = Callable[[str, str], None]  # what was changed, and the place that asked for it
 
@@ -52,6 +55,7 @@ def install(target: torch.device, *, devices: int, local_rank: int, note: Note) 
     _messages(turn)
     if target == _CPU:
         _mixed_precision(turn)
+        _attention(turn)
         _memory(turn)
         _answers_of_cpus(turn, devices, local_rank)
     else:
@@ -211,6 +215,8 @@ def _location(turn: _Turn, location: Any) -> Any:
 
 def _tensors(turn: _Turn) -> None:
     """Functions that make tensors, and methods that move them."""
+    # What `with torch.device(...)` applies to is looked up once: it has to be PyTorch's functions, not those below.
+    device_contexts._device_constructors()
     for name in _FACTORIES.split():
         if hasattr(torch, name):
             _wrap(torch, name, lambda args, kwargs: _of_keyword(turn, args, kwargs))
@@ -323,6 +329,31 @@ def _mixed_precision(turn: _Turn) -> None:
         make(self, turn.kind(device), *args, **kwargs)
 
     torch.amp.GradScaler.__init__ = scaler
+
+
+def _is_of_heads(placement: Any, dims: int) -> bool:
+    """Whether ranks have samples or heads of an attention's input, and no parts of its tokens or numbers."""
+    return placement.is_shard() and placement.dim % dims < dims - 2
+
+
+def _attention(turn: _Turn) -> None:
+    """Attention of DTensors that ranks have by samples or heads: PyTorch shards the accelerator's kernels alone."""
+    call = F.scaled_dot_product_attention
+
+    @wraps(call)
+    def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        parts = (query, key, value)
+        if not all(isinstance(each, DTensor) for each in parts) or any(isinstance(each, Tensor) for each in args):
+            return call(*parts, *args, **kwargs)
+        placements = query.placements
+        alike = all(each.placements == placements for each in parts)
+        if not alike or not all(each.is_replicate() or _is_of_heads(each, query.ndim) for each in placements):
+            return call(*parts, *args, **kwargs)
+        turn.note("attention of DTensors: each rank's heads")
+        result = call(*(each.to_local() for each in parts), *args, **kwargs)
+        return DTensor.from_local(result, query.device_mesh, placements, run_check=False)
+
+    F.scaled_dot_product_attention = attend
 
 
 def _memory(turn: _Turn) -> None:

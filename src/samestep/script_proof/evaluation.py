@@ -6,19 +6,26 @@ from typing import Any
 from samestep.recording.record import RankRecord, RunRecord
 from samestep.script_proof.kinds import Finding
 
-_RELATIVE = 1e-3  # rounding of a sum in float32 is far below
+_RELATIVE = 1e-5  # rounding of a sum in float32 is below, if the weights are the same
+_RELATIVE_OF_COUNTS = 1e-3  # a sample between two classes may count in one run, and not in the other
+_TIMES_NOISE = 20
 
 
-def joined_finding(alone: RunRecord, split: RunRecord) -> Finding | None:
-    """Find numbers that ranks join after an evaluation, and of which neither sum nor mean is what one process has."""
+def joined_finding(alone: RunRecord, again: RunRecord, split: RunRecord) -> Finding | None:
+    """Find numbers that ranks join after an evaluation, and of which neither sum nor mean is what one process has.
+
+    `again`: another run alone, by which rounding moves these numbers.
+    """
     for after in sorted({value["after"] for value in alone.ranks[0].joined}):
         alone_numbers = _numbers(alone.ranks[0], after)
+        repeated = _numbers(again.ranks[0], after)
         ranks = [_numbers(rank, after) for rank in split.ranks]
         for number, value in enumerate(alone_numbers):
             shares = [rank[number] for rank in ranks if number < len(rank)]
-            if len(shares) < len(ranks) or _is_any(
-                value, (sum(shares), sum(shares) / len(shares), max(shares), min(shares))
-            ):
+            noise = _apart(value, repeated[number]) if number < len(repeated) else 0.0
+            limit = max(_limit([value, *shares]), _TIMES_NOISE * noise)
+            usual = (sum(shares), sum(shares) / len(shares), max(shares), min(shares))
+            if len(shares) < len(ranks) or any(_apart(value, other) <= limit for other in usual):
                 continue
             mean = sum(shares) / len(shares)
             facts = {"alone": value, "split": mean, "shares": ", ".join(f"{share:.6g}" for share in shares)}
@@ -31,8 +38,12 @@ def _numbers(rank: RankRecord, after: int) -> list[float]:
     return [value for event in rank.joined if event["after"] == after for value in event["values"]]
 
 
-def _is_any(value: float, others: Sequence[float]) -> bool:
-    return any(abs(value - other) <= _RELATIVE * max(abs(value), abs(other)) for other in others)
+def _limit(values: Sequence[float]) -> float:
+    return _RELATIVE_OF_COUNTS if all(value.is_integer() for value in values) else _RELATIVE
+
+
+def _apart(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(one), abs(other), 1e-300)
 
 
 def own_share_finding(split: RunRecord) -> Finding | None:

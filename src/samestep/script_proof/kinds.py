@@ -257,6 +257,11 @@ KINDS: Mapping[str, Words] = {
         "after the resumption the optimizer begins without its state: equal gradients, another update",
         "恢复之后优化器没有了原来的状态：梯度相同，更新不同",
     ),
+    "optimizer-state-differs": Words(
+        "after the resumption ranks make other updates of equal gradients: ranks {ranks} have loaded no state of the "
+        "optimizer",
+        "恢复之后梯度相同，而各 rank 的更新不同：rank {ranks} 没有加载优化器的状态",
+    ),
     "update-differs": Words(
         "of equal gradients and settings the optimizer makes another update",
         "梯度和设置都相同，优化器的更新却不同",
@@ -325,10 +330,10 @@ KINDS: Mapping[str, Words] = {
         "每一步都相同，留出样本的指标却不同",
     ),
     "evaluation-joined": Words(
-        "what ranks make of their shares of the evaluation is {split:.6g}, one process has {alone:.6g}: shares of "
-        "unlike sizes count alike ({shares})",
-        "各 rank 由自己那份评估得出的数合起来是 {split:.6g}，而单个进程得到 {alone:.6g}："
-        "大小不同的份额按同样的权重计算（{shares}）",
+        "what ranks make of their shares of the evaluation is {split:.6g} as a mean, one process has {alone:.6g}: "
+        "shares of unlike sizes count alike, or what is averaged is no mean over samples ({shares})",
+        "各 rank 由自己那份评估得出的数，平均是 {split:.6g}，而单个进程得到 {alone:.6g}："
+        "大小不同的份额按同样的权重计算，或者被平均的数不是样本的平均（{shares}）",
     ),
     "evaluation-own-share": Words(
         "each rank evaluates a share of {count} samples, and their numbers are not joined: each is that of its share",

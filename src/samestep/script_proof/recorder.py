@@ -21,7 +21,7 @@ from samestep.errors import users_line_here
 from samestep.recording import shards
 from samestep.recording.activations import Activations
 from samestep.recording.calls import Call, ModelCalls
-from samestep.recording.samples import named_tensors, random_state, rows_of
+from samestep.recording.samples import address_of, named_tensors, random_state, rows_of
 from samestep.recording.store import RecordWriter
 from samestep.script_proof import children, interception
 from samestep.script_proof.batches import Batches
@@ -144,9 +144,7 @@ class ScriptRecorder:
         if next(module.parameters(), None) is None:
             return False
         root = self._root(module)
-        made = {
-            tensor.untyped_storage().data_ptr() for reference in self._made if (tensor := reference()) is not None
-        }
+        made = {address_of(tensor) for reference in self._made if (tensor := reference()) is not None} - {None}
         rows = rows_of(args, kwargs, made)
         # A wrapper may be in another mode than the wrapped model.
         training = torch.is_grad_enabled() and shards.unwrapped(module).training

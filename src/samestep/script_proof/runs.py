@@ -227,11 +227,15 @@ def _measure_rounding(
         (folder / AGAIN).rename(_tried(folder, variant))
 
 
-def run_to_end(proof: ScriptProof, folder: Path, starter: Starter, steps: int) -> RunRecord:
-    """Run the script alone, with its own batches, to its end or for so many steps, without tensors."""
-    alone = proof.alone if proof.alone is not None else proof.script
+def run_to_end(proof: ScriptProof, folder: Path, starter: Starter, steps: int, *, split: bool = False) -> RunRecord:
+    """Run the script, alone or split, with its own batches, to its end or for so many steps, without tensors."""
     settings = replace(proof.settings, steps=steps, modules="-")
-    start = make_start(proof, folder, "alone-whole", alone, settings, proof.alone_processes)
+    if split:
+        own = (folder / ALONE / LAUNCHER).is_dir()
+        start = make_start(proof, folder, f"{SPLIT}-whole", proof.script, settings, proof.processes, own=own)
+    else:
+        alone = proof.alone if proof.alone is not None else proof.script
+        start = make_start(proof, folder, f"{ALONE}-whole", alone, settings, proof.alone_processes)
     _run(proof, starter, start)
     return RunRecord.read(start.place)
 

@@ -47,7 +47,7 @@ def sampling(alone: RunRecord, split: RunRecord, again: RunRecord, *, prescribed
         if alone_rows[number] != theirs[number]:
             finding, mistake = _judged(alone, split, number, alone_rows, theirs, keys)
             mistake = _GIVEN if prescribed and mistake is not None else mistake
-            drawn = mistake is not None and not prescribed and _all_drawn(alone, split, theirs)
+            drawn = mistake is not None and _all_drawn(alone, split, theirs)
             return Sampling(same=number, finding=finding, mistake=mistake, drawn=drawn)
     if split.steps < alone.steps and alone.ranks[0].end.get("how") != "failed":
         missing = sum((alone_rows[split.steps]).values())

@@ -21,6 +21,21 @@ def start_notes(alone: Path, split: Path) -> Iterator[Words]:
     yield from _shrunk((split, alone))
 
 
+def group_note(split: Path, kind: str | None) -> Iterator[Words]:
+    """Why ranks may train as if each were alone: none has joined a process group."""
+    ranks = sorted(split.glob("rank-*/"))
+    joined = any(event["event"] == "joined" for rank in ranks for event in events(rank))
+    if kind in _OF_LONE_RANKS and len(ranks) > 1 and not joined:
+        yield Words(
+            "no rank has joined a process group, so none knew of the others; without accelerators Accelerate and "
+            "Trainer join one with --engine accelerate",
+            "没有 rank 加入进程组，因此互不知道对方；没有加速器时，Accelerate 和 Trainer 需要 --engine accelerate 才会加入",
+        )
+
+
+_OF_LONE_RANKS = frozenset({"same-samples", "repeated-samples", "not-reduced", "weights-not-broadcast"})
+
+
 def _own_ranks(alone: Path, split: Path) -> Iterator[Words]:
     """A script that starts its ranks itself: how many, and how there came to be one alone."""
     if not (split / LAUNCHER).is_dir():

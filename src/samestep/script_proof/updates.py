@@ -268,6 +268,8 @@ def schedule_finding(own: RunRecord, split: RunRecord, by: int) -> Finding | Non
     if any(rank.end.get("how") != "ended" for rank in split.ranks):
         return None
     own_rates, split_rates = _rates(own, name), _rates(split, split.names.get(name, name))
+    if len(split_rates) < split.steps:
+        return None
     last = split_rates[-1]
     goes_down = len(split_rates) > 1 and last < split_rates[-2] and last > ENDED * max(split_rates)
     if not goes_down or not all(map(_equal, own_rates, split_rates)):
@@ -275,6 +277,19 @@ def schedule_finding(own: RunRecord, split: RunRecord, by: int) -> Finding | Non
     facts = {"split": split.steps, "alone": own.steps, "rate": last}
     relative = last / max(split_rates)
     return Finding(kind="schedule-length", step=split.steps, what="learning rate", relative=relative, facts=facts)
+
+
+def end_not_seen(own: RunRecord, split: RunRecord) -> bool:
+    """Whether a run was stopped while its rates go down, as they do in one process that has smaller batches.
+
+    Either the training has a set number of steps, or the schedule's length ignores the number of ranks.
+    """
+    name = next(iter(own.step(0)[0].settings), None)
+    if name is None or all(rank.end.get("how") == "ended" for rank in split.ranks):
+        return False
+    own_rates, split_rates = _rates(own, name), _rates(split, split.names.get(name, name))
+    down = len(split_rates) > 1 and 0 < split_rates[-1] < split_rates[-2]
+    return down and len(own_rates) >= len(split_rates) and all(map(_equal, own_rates, split_rates))
 
 
 ENDED = 0.01  # of the largest rate: a schedule that goes down so far is at its end
@@ -285,7 +300,7 @@ def ends_with_training(run: RunRecord) -> bool:
     name = next(iter(run.step(0)[0].settings), None)
     rates = _rates(run, name) if name is not None else [1.0]
     # The last step's rate is one step before the schedule's end.
-    return bool(rates) and rates[-1] - max(0.0, rates[-2] - rates[-1]) <= ENDED * max(rates)
+    return len(rates) > 1 and rates[-1] - max(0.0, rates[-2] - rates[-1]) <= ENDED * max(rates)
 
 
 def rate_ends(run: RunRecord) -> int | None:
@@ -297,7 +312,14 @@ def rate_ends(run: RunRecord) -> int | None:
 
 
 def _rates(run: RunRecord, name: str) -> list[float]:
-    return [float(_settings(run.step(number)).get(name, {}).get("lr", 0.0)) for number in range(run.steps)]
+    """A parameter's learning rates, up to the step from which on no optimizer has it, as where all are made anew."""
+    rates = []
+    for number in range(run.steps):
+        settings = _settings(run.step(number)).get(name)
+        if settings is None:
+            break
+        rates.append(float(settings.get("lr", 0.0)))
+    return rates
 
 
 COARSE = 0.01  # of a gradient: where rounding moves it by more, an update says nothing of its own
@@ -323,6 +345,10 @@ def update_finding(
         return setting
     if own:
         worst = max(tensor.ranks_apart for tensor in own)
+        without = [str(rank) for rank, record in enumerate(split.ranks) if number not in record.loaded]
+        if 0 < len(without) < len(split.ranks):
+            finding = _parameters("optimizer-state-differs", number, tensors, own, worst)
+            return replace(finding, facts={"ranks": ", ".join(without)})
         return _parameters("ranks-differ", number, tensors, own, worst)
     if not departing:
         return None
