@@ -27,9 +27,9 @@ def group_note(split: Path, kind: str | None) -> Iterator[Words]:
     joined = any(event["event"] == "joined" for rank in ranks for event in events(rank))
     if kind in _OF_LONE_RANKS and len(ranks) > 1 and not joined:
         yield Words(
-            "no rank has joined a process group, so none knew of the others; without accelerators Accelerate and "
-            "Trainer join one with --engine accelerate",
-            "没有 rank 加入进程组，因此互不知道对方；没有加速器时，Accelerate 和 Trainer 需要 --engine accelerate 才会加入",
+            "no rank has joined a process group, so none knew of the others; without accelerators Accelerate "
+            "joins one with --engine accelerate",
+            "没有 rank 加入进程组，因此互不知道对方；没有加速器时，Accelerate 在 --engine accelerate 下才会加入",
         )
 
 
