@@ -7,6 +7,7 @@ from samestep.errors import UserError
 
 # The extra of samestep that installs each.
 EXTRAS: Mapping[str, str] = {
+    "datasets": "data",
     "tensorboard": "board",
     "tokenizers": "text",
     "torchmetrics": "metrics",

@@ -1,16 +1,18 @@
 """`samestep evaluate` and `samestep predict`: scores and predictions of a checkpoint's model, in one process."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from samestep import door, environment
 from samestep.checkpoint.compatibility import check_base, differences, fingerprint
 from samestep.convert.base import Weights
+from samestep.convert.convert import recipe_of
 from samestep.convert.formats import FORMATS, format_of
 from samestep.data.loader import to_device
 from samestep.engines.base import Checkpointed
@@ -92,6 +94,34 @@ def predict_job(job: Job, checkpoint: Path, file: Path | None, new_tokens: int =
         trainer, device = training.session.trainer, training.session.world.device
         dtype = parameter_dtype(job.recipe.precision)
         yield from task.predict(lambda inputs: trainer.predict(to_device(inputs, device, dtype)), request)
+
+
+@contextmanager
+def conversation(checkpoint: Path, job: Job | None) -> Iterator[Callable[[Sequence[Mapping[str, Any]], int], Any]]:
+    """Context of a function that answers conversations, by a checkpoint's model: messages, most tokens -> pieces.
+
+    `job`: None for that of the checkpoint. Raises UserError where nothing says what was trained, or its task has no
+    conversations.
+    """
+    recipe = job.recipe if job is not None else None
+    if recipe is None:
+        with _weights(checkpoint) as weights:
+            recipe = recipe_of(weights)
+    if recipe is None:
+        raise UserError(f"{checkpoint} doesn't say what was trained; use --job JOB.yaml, of the job that trained it")
+    task = resolve_task(recipe)
+    if type(task).answer is Task.answer:
+        raise UserError(
+            f"task {recipe.task} has no conversations; use a job of task chat, or samestep predict for its samples"
+        )
+    with phases.phase(f"reading {checkpoint}"):
+        model = load_model(recipe, checkpoint)
+
+    def answer(messages: Sequence[Mapping[str, Any]], most: int) -> Any:
+        with torch.inference_mode():
+            yield from task.answer(lambda inputs: model(**inputs), messages, most, remembers=True) or ()
+
+    yield answer
 
 
 def _alone(job: Job) -> Job:

@@ -341,7 +341,7 @@ def _set_source(value: Any, path: Keys, source: str, sources: dict[Keys, str]) -
 
 
 # Keys of shipped tasks that name a file or a folder.
-_PATH_KEYS = ("source", "eval_source", "folder", "tokenizer")
+_PATH_KEYS = ("source", "eval_source", "folder", "name", "tokenizer", "chat_template")
 
 
 def _resolve_paths(job: Job, file: Path) -> Job:

@@ -16,10 +16,12 @@ from typing import Any, NoReturn
 
 from samestep import environment, file_errors, private_folders, streams
 from samestep.cli import (
+    chat,
     check,
     checkpoint,
     comm,
     compare,
+    data,
     doctor,
     drill,
     evaluate,
@@ -55,8 +57,8 @@ from samestep.variables import without_values
 
 # As the help shows them.
 GROUPS: Mapping[str, tuple[ModuleType, ...]] = {
-    "train and check": (init, translate, train, verify, check, evaluate, predict, compare, tune),
-    "look": (layout, plan, checkpoint, schema, doctor),
+    "train and check": (init, translate, train, verify, check, evaluate, predict, chat, compare, tune),
+    "look": (data, layout, plan, checkpoint, schema, doctor),
     "clusters": (launch, hosts, comm, drill),
 }
 COMMANDS = tuple(command for group in GROUPS.values() for command in group)

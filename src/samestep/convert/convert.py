@@ -84,7 +84,7 @@ def convert(
     with form.open(source) as weights:
         if not weights.entries:
             raise CheckpointError(f"{source} holds no tensors")
-        recipe = job.recipe if job is not None else _recipe_of(weights)
+        recipe = job.recipe if job is not None else recipe_of(weights)
         if merge:
             with phases.phase("building the model into which adapters are merged"):
                 weights = _merged(weights, recipe)
@@ -179,7 +179,7 @@ def _pretrained(weights: Weights, job: Job | None) -> Pretrained | None:
 
     Raises UserError for a model that is not from transformers.
     """
-    recipe = job.recipe if job is not None else _recipe_of(weights)
+    recipe = job.recipe if job is not None else recipe_of(weights)
     if recipe is None:
         return None
     pretrained = resolve(recipe).pretrained()
@@ -207,7 +207,7 @@ def _merged(weights: Weights, recipe: Recipe | None) -> Weights:
     return merged(weights, model)
 
 
-def _recipe_of(weights: Weights) -> Recipe | None:
+def recipe_of(weights: Weights) -> Recipe | None:
     """Return the source's recipe if its task ships with samestep; a user's task would be a file with code."""
     if weights.recipe.get("task") not in TASKS:
         return None

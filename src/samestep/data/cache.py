@@ -1,13 +1,14 @@
 """A cache on disk of prepared data: trained tokenizers and the token ids of texts, by the hash of what made them."""
 
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from safetensors.numpy import save
 
 from samestep import environment, private_folders
 from samestep.data import tokenizer
+from samestep.data.conversations import Encoder, Tokens
+from samestep.data.records import Rows
 from samestep.data.tokenizer import StreamTokenizer, TextTokenizer
 from samestep.environment import cache_folder
 from samestep.errors import UserError
@@ -214,6 +217,28 @@ def stream(
     of = (str(with_tokenizer.end), _rules(with_tokenizer.tokenizer))
     kept = _kept("stream", documents, of, make, cache)
     return kept.arrays["ids"].view(np.int32), kept.checksum
+
+
+def texts_of_rows(rows: Rows, numbers: Sequence[int]) -> list[str]:
+    """Rows as texts, by which they are told apart."""
+    return [json.dumps(rows[number], ensure_ascii=False, sort_keys=True, default=str) for number in numbers]
+
+
+def encoded_rows(rows: Rows, numbers: Sequence[int], encoder: Encoder, cache: DataCache) -> list[Tokens]:
+    """The tokens of some rows."""
+
+    def make() -> Arrays:
+        made = [encoder.encode(rows[number], rows.place(number)) for number in numbers]
+        return {
+            "ids": np.concatenate([row.ids for row in made]),
+            "counts": np.concatenate([row.counts for row in made]).astype(np.uint8),
+            "starts": np.array([0, *accumulate(len(row.ids) for row in made)], dtype=np.int64),
+        }
+
+    found = _kept("rows", texts_of_rows(rows, numbers), encoder.key(), make, cache).arrays
+    ids, counts = found["ids"].view(np.int32), found["counts"].view(np.bool_)
+    edges = found["starts"].view(np.int64).tolist()
+    return [Tokens(ids=ids[a:b], counts=counts[a:b]) for a, b in pairwise(edges)]
 
 
 def _rules(rules: "Tokenizer") -> str:

@@ -2,8 +2,8 @@
 
 Read `base` first (what a task is), then `regression`, the smallest. `registry` builds a recipe's task.
 
-- `text_classification`, `causal_lm`, `image_classification`; `transformers_model` and `metrics` are what they share,
-  `prediction` what they make of samples.
+- `text_classification`, `causal_lm`, `chat` with `chat_model`, `image_classification`; `transformers_model` and
+  `metrics` are what they share, `reading` how they read their samples, `prediction` what they make of them.
 - `huggingface`: a model with its own loss; `model_facts` and `model_loss` find out by trying what it takes and how
   its loss counts, on the rows that `first_rows` chooses, among the kinds of `loss_terms`; `weighted_terms` has
   losses that are sums of such, `contrastive` those of two towers. `memory_budget`: models too large for one process.
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TASKS = {
     "causal-lm": "samestep.tasks.causal_lm:CausalLM",
+    "chat": "samestep.tasks.chat:Chat",
     "image-classification": "samestep.tasks.image_classification:ImageClassification",
     "regression": "samestep.tasks.regression:Regression",
     "text-classification": "samestep.tasks.text_classification:TextClassification",
@@ -26,7 +27,7 @@ TASKS = {
 
 # Packages that tasks need besides those of samestep itself.
 _OF_TEXT = ("transformers", "tokenizers")
-PACKAGES: Mapping[str, tuple[str, ...]] = {"causal-lm": _OF_TEXT, "text-classification": _OF_TEXT}
+PACKAGES: Mapping[str, tuple[str, ...]] = {"causal-lm": _OF_TEXT, "chat": _OF_TEXT, "text-classification": _OF_TEXT}
 
 __all__ = ["PACKAGES", "TASKS", "HuggingFace"]
 

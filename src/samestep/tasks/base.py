@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from samestep.tasks.metrics import Metric
+    from samestep.tasks.reading import Reading
     from samestep.tasks.transformers_model import Pretrained
 
 
@@ -108,6 +109,15 @@ class Task(ABC):
         """Yield a prediction for each sample: of the samples of a file (`predicts_from`), or of the held-out ones."""
         yield from predict_each(self, model, self.eval_set() or (), request.batch)
 
+    def answer(
+        self, model: Model, messages: Sequence[Mapping[str, Any]], most: int, *, remembers: bool = False
+    ) -> Iterator[str] | None:
+        """Yield the answer to a conversation piece by piece, of at most `most` tokens; None: it has none.
+
+        `remembers`: the model takes and gives `past_key_values`, so that each token is computed once.
+        """
+        return None
+
     def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
         """A mapping for each sample of a batch, of values that JSON can hold.
 
@@ -130,6 +140,10 @@ class Task(ABC):
         from samestep.tasks.transformers_model import pretrained_of
 
         return pretrained_of(self.model())
+
+    def reading(self) -> "Reading | None":
+        """How the training samples are read, for `samestep data`; None: there is nothing to show."""
+        return None
 
     def tried_facts(self) -> Any:
         """What `check` has found by trying the model, in values that can be pickled; None: nothing.
@@ -178,6 +192,15 @@ class Classification(Task):
     def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
         """The probability of each class, [batch, classes], and the true classes."""
         return _logits(output).softmax(dim=-1).float(), batch.targets
+
+    def answer(
+        self, model: Model, messages: Sequence[Mapping[str, Any]], most: int, *, remembers: bool = False
+    ) -> Iterator[str] | None:
+        """Yield the answer to a conversation piece by piece, of at most `most` tokens; None: it has none.
+
+        `remembers`: the model takes and gives `past_key_values`, so that each token is computed once.
+        """
+        return None
 
     def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
         """The likeliest class of each sample, and its probability."""

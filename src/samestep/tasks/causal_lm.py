@@ -262,7 +262,7 @@ class CausalLM(Task):
 
     def loss(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
         """Cross-entropy summed over the tokens that are not padding, and how many they are."""
-        return _cross_entropy(output, batch.targets, "sum"), (batch.targets != IGNORED).sum()
+        return cross_entropy(output, batch.targets, "sum"), (batch.targets != IGNORED).sum()
 
     def metrics(self) -> "Mapping[str, Metric]":
         """Perplexity, and the mean loss of a token in nats."""
@@ -270,8 +270,7 @@ class CausalLM(Task):
 
     def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
         """Each sample's summed loss and its number of tokens: what ranks exchange is not the logits."""
-        losses = _cross_entropy(output, batch.targets, "none").reshape(batch.targets.shape)  # [batch, length]
-        return losses.double().sum(dim=1), (batch.targets != IGNORED).sum(dim=1)
+        return loss_of_rows(output, batch.targets)
 
     def predict(self, model: Model, request: ToPredict) -> Iterator[Prediction]:
         """The loss of each held-out block, or of each line of a file; and how the model goes on with the line."""
@@ -402,7 +401,7 @@ def _mean(total: float, count: int) -> Prediction:
     return {"loss": total / count if count else None, "tokens": count}
 
 
-def _cross_entropy(output: Any, targets: "Tensor", reduction: str) -> "Tensor":
+def cross_entropy(output: Any, targets: "Tensor", reduction: str) -> "Tensor":
     """Cross-entropy of next tokens, in float32 at least; of a transformers output or plain logits."""
     from torch.nn import functional as F
 
@@ -410,3 +409,9 @@ def _cross_entropy(output: Any, targets: "Tensor", reduction: str) -> "Tensor":
     logits = logits.reshape(-1, logits.shape[-1])
     wide = logits.float() if logits.element_size() < 4 else logits
     return F.cross_entropy(wide, targets.reshape(-1), reduction=reduction, ignore_index=IGNORED)
+
+
+def loss_of_rows(output: Any, targets: "Tensor") -> "tuple[Tensor, Tensor]":
+    """Each row's summed cross-entropy, and the number of its targets that count: both [batch]."""
+    losses = cross_entropy(output, targets, "none").reshape(targets.shape)  # [batch, length]
+    return losses.double().sum(dim=1), (targets != IGNORED).sum(dim=1)

@@ -60,7 +60,7 @@ def facts_of(model: nn.Module, recipe: Recipe | None = None) -> AdapterFacts | N
     if recipe is None or recipe.adapter is None:
         return None
     spec, layers = recipe.adapter, adapted_layers(model)
-    folder = recipe.model.get("folder")
+    folder = recipe.model.get("folder", recipe.model.get("name"))
     whole = [name for name, _ in _matching(model, spec.also_train)]
     return AdapterFacts(
         config={
