@@ -11,11 +11,12 @@ from samestep import scaffold
 from samestep.cli.main import main
 from samestep.errors import UserError
 
-NAMES = ("huggingface", "images", "language", "own", "text")
+NAMES = ("chat", "huggingface", "images", "language", "own", "text")
 QUICK = ["--set", "run.device=cpu", "--set", "run.threads=1", "--set", "run.tensorboard=false"]
 
 # What the whole job of a template reaches on held-out samples at least, or at most where it is a loss of some kind.
 REACHED = {
+    "chat": ("token_loss", 0.0, 0.1),
     "text": ("accuracy", 0.9, 1.0),
     "images": ("accuracy", 0.9, 1.0),
     "own": ("accuracy", 0.85, 1.0),

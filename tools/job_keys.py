@@ -25,6 +25,8 @@ from samestep.job import Checkpointing, Inject, Job, Profiling, Run
 from samestep.recipe import SGD, AdamW, Average, EarlyStop, Evaluation, Group, LoRA, NamedOptimizer, Recipe, Schedule
 from samestep.tasks import TASKS
 from samestep.tasks.causal_lm import DecoderModel, LanguageData
+from samestep.tasks.chat import ChatData
+from samestep.tasks.chat_model import ChatModel
 from samestep.tasks.image_classification import ImageData, ImageModel
 from samestep.tasks.regression import Regression
 from samestep.tasks.text_classification import TextData, TextModel
@@ -49,6 +51,7 @@ METHODS = (Bf16, Fp16, PowerSGD, OneBitAdam, ZeroOneAdam, LocalSGD, DiLoCo)
 TASK_SECTIONS: Mapping[str, tuple[type, type]] = {
     "text-classification": (TextData, TextModel),
     "causal-lm": (LanguageData, DecoderModel),
+    "chat": (ChatData, ChatModel),
     "image-classification": (ImageData, ImageModel),
 }
 TABLES = (

@@ -14,6 +14,7 @@ from samestep.data.package_files import locate
 from samestep.data.tokenizer import why_not_loaded
 from samestep.errors import UserError, one_line
 from samestep.field_types import STRICT
+from samestep.input_files import parse_json
 from samestep.tasks import transformers_model
 from samestep.tasks.transformers_model import Pretrained
 
@@ -158,9 +159,10 @@ def exported(model: ChatModel, tokenizer: "PreTrainedTokenizerBase", rows: int) 
     folder = folder_of(model)
     config: Any = deepcopy(configure(model, {}))
     config.vocab_size = max(config.vocab_size, rows)
-    try:
-        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except OSError:  # it has none
+    file = folder / "generation_config.json"
+    if file.is_file():
+        generation = GenerationConfig(**parse_json(file.read_text(encoding="utf-8")))
+    else:
         generation = GenerationConfig.from_model_config(config)
     ends = generation.eos_token_id
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
