@@ -85,7 +85,7 @@ def test_sample_data_are_the_same_at_every_call(written: dict[str, Path], tmp_pa
         (["init"], "init needs a template and a folder; use samestep init text my-job/"),
         (["init", "text"], "init needs a template and a folder; use samestep init text my-job/"),
         (["init", "--list", "text"], '--list prints all templates and takes none; remove "text"'),
-        (["init", "txet", "new"], 'there is no template "txet"; did you mean "text"? known: chat, huggingface, images,'),
+        (["init", "txet", "new"], 'there is no template "txet"; did you mean "text"? known: chat, huggingface,'),
         (["init", "text", "full"], "full is not empty (notes.txt is in it); use a folder that is empty or not there"),
         (["init", "text", "full/notes.txt"], "full/notes.txt is a file; use a folder that is empty"),
         (["init", "text", "full/notes.txt/new"], "can't be written: Not a directory; use another folder"),
