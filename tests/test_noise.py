@@ -18,7 +18,8 @@ from samestep.job import Job, Run
 from samestep.training.last_bits import LastBitsChanged
 from samestep.verification import noise
 from samestep.verification.noise import Noise, NoiseFound, NoiseMeasurement, judge
-from samestep.verification.proof import TOLERANCE, Reference
+from samestep.verification.proof import Reference
+from samestep.verification.tensors import TOLERANCE
 
 
 class Cancelling(nn.Module):

@@ -27,7 +27,8 @@ from samestep.options import Options
 from samestep.parallel.apply import spread
 from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.parallel_model import ModelDetails
-from samestep.verification.proof import TOLERANCE, Proof
+from samestep.verification.proof import Proof
+from samestep.verification.tensors import TOLERANCE
 
 
 def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:

@@ -12,7 +12,8 @@ from proving import assert_same_steps, prove, same
 from small_tasks import Lines, Points, Words
 
 import samestep
-from samestep.verification.proof import TOLERANCE, Proof, difference
+from samestep.verification.proof import Proof, difference
+from samestep.verification.tensors import TOLERANCE
 
 
 def recipe(task: samestep.Task | str, batch: int = 32) -> samestep.Recipe:

@@ -11,7 +11,8 @@ from proving import Case, prove, same
 from test_pipeline import Alone, recipe
 
 import samestep
-from samestep.verification.proof import TOLERANCE, Proof
+from samestep.verification.proof import Proof
+from samestep.verification.tensors import TOLERANCE
 
 UNET = recipe(trees.UNet())
 T5 = recipe(trees.t5_task(), batch=8)

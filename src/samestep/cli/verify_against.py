@@ -1,11 +1,15 @@
 """`samestep verify FOLDER --against FOLDER`: hold an exported or converted model against the trained one."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from samestep import output_files
 from samestep.cli import verify_script
 from samestep.errors import UserError
 from samestep.input_files import path_option
+
+if TYPE_CHECKING:
+    from samestep.convert.beside import Beside
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,14 +28,27 @@ def run(options: argparse.Namespace) -> int:
     output_files.check(options, "json")
 
     from samestep.convert.beside import compare
-    from samestep.display.beside import print_beside
     from samestep.progress import phases
 
     with phases.phase("comparing the two models"):
         beside = compare(options.job, options.against)
     output_files.write_json(options.json, beside.to_json())
-    print_beside(beside)
+    _print(beside)
     return 0 if beside.same else 1
+
+
+def _print(beside: "Beside") -> None:
+    """Print whether it is the same model, or the first thing that departs."""
+    from samestep.display.tables import plain_console
+
+    verdict = "the same model as" if beside.same else "NOT the same model as"
+    lines = [f"{beside.exported}: {verdict} {beside.trained}"]
+    if beside.departure is not None:
+        lines.append(f"first difference: {beside.departure.line}")
+    elif beside.logits is not None:
+        lines.append(f"results apart by {beside.logits:.2g}, outputs of {beside.modules} modules compared")
+    for line in [*lines, *beside.notes]:
+        plain_console().print(line, soft_wrap=True, markup=False)
 
 
 def _check_alone(options: argparse.Namespace) -> None:

@@ -20,7 +20,8 @@ from samestep.job import Job
 from samestep.parallel.complex_parameters import as_real
 from samestep.tasks.base import Task
 from samestep.training.rounding import largest, pairs, relative, relative_tensors, share_of_rounding
-from samestep.verification.proof import FLOAT32_TOLERANCE, TOLERANCE, Reference, reference, tolerance_of
+from samestep.verification.proof import FLOAT32_TOLERANCE, Reference, reference, tolerance_of
+from samestep.verification.tensors import TOLERANCE
 
 STEPS = 5
 

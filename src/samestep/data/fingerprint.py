@@ -23,8 +23,8 @@ from pydantic import ConfigDict, Strict
 from torch.utils.data import TensorDataset
 
 from samestep.data.canonical import Canonical, Hashed
-from samestep.data.sample_draws import generators_kept
 from samestep.data.types import Samples, WholeDigest
+from samestep.recording import generators
 
 _MOST_ROWS = 1 << 16
 _LEAST_ROWS = 16  # however long they take
@@ -106,7 +106,7 @@ def identify(samples: Samples, *, repeats: int = 1) -> SamplesIdentity:
     if (whole := _whole(samples)) is not None:
         return SamplesIdentity(samples=len(samples), whole=whole)
     look = _Look(samples)
-    with generators_kept():
+    with generators.kept():
         look.read()
         for _ in range(repeats):
             look.read_again()

@@ -6,17 +6,14 @@ each sample, and restored after a batch of them. A sample then has the same augm
 resumption from a checkpoint, and another one in each epoch.
 """
 
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import TensorDataset
 
 from samestep.data.types import Samples, WholeDigest
+from samestep.recording import generators
 
 _BYTES = 8 + 8 + 4  # of the seeds of PyTorch, Python and NumPy
 
@@ -58,11 +55,11 @@ class SeededSamples:
             set_epoch(epoch)
         if not self._draws:
             return self._together(indices) if self._together is not None else self._one_by_one(indices, taken)
-        with generators_kept():
+        with generators.kept():
             if self._together is not None:
-                before = _states()
+                before = generators.states()
                 samples = self._together(indices)
-                if _same(before, _states()):
+                if generators.same(before, generators.states()):
                     return samples
                 self._together = None  # drawn for several samples at a time, the numbers would be the micro-batch's
             return self._one_by_one(indices, taken, epoch)
@@ -80,7 +77,7 @@ class SeededSamples:
 
 def sample_of(samples: Samples, index: int, *, seed: int = 0) -> Any:
     """Return a sample as the first epoch has it, and leave the generators as they are."""
-    with generators_kept():
+    with generators.kept():
         if (set_epoch := getattr(samples, "set_epoch", None)) is not None:
             set_epoch(0)
         seed_generators(seed, 0, index)
@@ -93,33 +90,8 @@ def seed_generators(seed: int, epoch: int, index: int) -> None:
     By a hash, since neighbouring seeds of a Mersenne Twister may give numbers that are alike.
     """
     digest = blake2b(f"{seed} {epoch} {index}".encode(), digest_size=_BYTES).digest()
-    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    random.seed(int.from_bytes(digest[8:16], "little"))
-    np.random.seed(int.from_bytes(digest[16:], "little"))  # of 32 bits
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore the global generators of PyTorch, NumPy and Python afterwards."""
-    of_torch, of_numpy, of_python = _states()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(of_torch)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
-
-
-def _states() -> tuple[torch.Tensor, Any, Any]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _same(before: tuple[torch.Tensor, Any, Any], after: tuple[torch.Tensor, Any, Any]) -> bool:
-    """Whether no generator has been drawn from between two states."""
-    (torch_before, numpy_before, python_before), (torch_after, numpy_after, python_after) = before, after
-    return (
-        torch.equal(torch_before, torch_after)
-        and numpy_before[2:] == numpy_after[2:]
-        and bool((numpy_before[1] == numpy_after[1]).all())
-        and python_before == python_after
+    generators.seed(
+        int.from_bytes(digest[:8], "little", signed=True),
+        int.from_bytes(digest[8:16], "little"),
+        int.from_bytes(digest[16:], "little"),
     )

@@ -6,8 +6,6 @@ afterwards; so the same sample has the same augmentation. What the script's own 
 ranks whose generators are equal would augment different samples alike.
 """
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from samestep.recording import generators
 from samestep.recording.store import RecordWriter
 
 _DEPTH = 6
@@ -57,41 +56,20 @@ class Fetching:
             return get()
         data = self.number_of(dataset)
         passed = self._passes.get(data, 0) + max(0, self._fetchers - 1)
-        before = _states()
-        _seed(passed * _STRETCH + number)
-        seeded = _states()
+        before = generators.states()
+        seed = passed * _STRETCH + number
+        generators.seed(seed, seed, seed % (1 << 32))
+        seeded = generators.states()
         self.inside = True
         try:
             value = get()
         finally:
             self.inside = False
-            after = _states()
-            _restore(before)
+            after = generators.states()
+            generators.restore(before)
         drawn = {name: _hash(before[name]) for name in seeded if _hash(after[name]) != _hash(seeded[name])}
         self._writer.event("sample", data=data, index=number, passed=passed, hash=_hash(value), drawn=drawn)
         return value
-
-
-def _states() -> dict[str, Any]:
-    """States of the generators of torch, random and numpy."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states["numpy"] = numpy.random.get_state()
-    return states
-
-
-def _seed(value: int) -> None:
-    torch.default_generator.manual_seed(value)
-    random.seed(value)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(value % (1 << 32))
-
-
-def _restore(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["random"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
 
 
 def _hash(value: Any) -> str:

@@ -33,7 +33,7 @@ def relative_tensors(tensor: Tensor, reference: Tensor, floor: float, rounding: 
     scale = max(reference.abs().max().item(), floor)
     differences = (tensor - reference).abs()
     apart = (differences if rounding is None else (differences - rounding).clamp(min=0)).max().item()
-    return _or_infinity(apart / scale if apart else apart)
+    return _or_infinity(apart / scale if apart and scale else apart)
 
 
 def difference(value: Any, reference: Any) -> float:

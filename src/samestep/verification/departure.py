@@ -7,7 +7,7 @@ of computation: the initial weights, the samples, the forward and the gradients,
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from samestep.verification.job_record import (
 from samestep.verification.noise import A_BUFFER
 from samestep.verification.parts import PartWeights, gathered, parts_of, weights_of_parts
 from samestep.verification.steps import in_one_process, save, take
+from samestep.verification.tensors import from_rank_0, root_mean_square
 
 _MOST_STEPS = 10  # steps compared at most
 # Relative to a tensor's norm. In all correct layouts of the tests, gradients stay below these limits. Under AdamW
@@ -249,20 +250,15 @@ class _Comparison:
 
     def _differences(self, own: Mapping[str, Tensor], references: Mapping[str, Tensor]) -> list[TensorDifference]:
         """Compare tensors that every rank holds whole with those of one process, which rank 0 has. Collective."""
-        usual = self._on_rank_0(lambda: _usual(references.values()))
+        usual = self._on_rank_0(lambda: root_mean_square(value.double() for value in references.values()))
         tensors = []
         for name, value in own.items():
-            expected = self._from_rank_0(references.get(name, torch.zeros_like(value, dtype=torch.float64)))
-            first = self._from_rank_0(value.double())
+            expected = from_rank_0(references.get(name), value, self._world.device).cpu()
+            first = from_rank_0(value, value, self._world.device).cpu()
             tensors.append(
                 tensor_difference(name, expected, value.double(), usual=usual, copies=(first, value.double()))
             )
         return [_of_all_ranks(ranks) for ranks in zip(*self._of_ranks(tensors), strict=True)]
-
-    def _from_rank_0(self, value: Tensor) -> Tensor:
-        value = value.double().to(self._world.device, copy=True).contiguous()
-        dist.broadcast(value, src=0)
-        return value.cpu()
 
 
 def _of_all_ranks(ranks: Sequence[TensorDifference]) -> TensorDifference:
@@ -346,12 +342,3 @@ def after_equal_steps(differences: Mapping[str, float], worst_parameter: str, to
 
 def _joined(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.cat([tensors[name].double().reshape(-1) for name in names])
-
-
-def _usual(tensors: Iterable[Tensor]) -> float:
-    """Return the root mean square of all numbers."""
-    squares = numbers = 0.0
-    for tensor in tensors:
-        squares += tensor.double().square().sum().item()
-        numbers += tensor.numel()
-    return math.sqrt(squares / numbers) if numbers else 0.0

@@ -7,18 +7,16 @@ gradient that wasn't sent) by far more.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from torch import Tensor
 
 from samestep.data.loader import StepBatch
-from samestep.engines.base import StepReport, Trainer
+from samestep.engines.base import StepReport
 from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import UserError
 from samestep.fault_tolerance.nonfinite import without_nonfinite
@@ -49,18 +47,13 @@ from samestep.training.rounding import (
     RoundingFound,
     difference,
     largest,
-    largest_named,
     pairs,
     relative,
-    relative_tensors,
-    share_of_rounding,
-    state_name,
     worst_of,
 )
 from samestep.training.update_rule import UpdateRule
-from samestep.verification.noise import NoiseFound, NoiseMeasurement, of_buffer
+from samestep.verification.noise import NoiseFound, NoiseMeasurement
 from samestep.verification.steps import (
-    AVERAGE,
     STATE_KEYS,
     Reference,
     RoundedRuns,
@@ -75,8 +68,7 @@ from samestep.verification.steps import (
     take,
     weights_of,
 )
-
-TOLERANCE = 1e-10
+from samestep.verification.tensors import TOLERANCE, compare_buffers, compare_parameters, shares_of_rounding
 
 # For engines without float64. Losses and gradient norms, which are sums over many numbers, have this tolerance;
 # parameters and optimizer state are judged by measured rounding. Metrics are only shown: a sample at the border of
@@ -327,9 +319,9 @@ def hold_against(
     taken = take(training, steps, str(layout), None if rule is None else lambda *_: rule.after_step())
     weights = list(weights_of(training.session.trainer, job.recipe))
     with phases.status(lambda: "comparing parameters"):
-        compared = _compare_parameters(weights, reference, world.device, expected.rounding is not None)
+        compared = compare_parameters(weights, reference, world.device, expected.rounding is not None)
     if expected.buffers:
-        compared = _compare_buffers(training.session.trainer, expected, compared)
+        compared = compare_buffers(training.session.trainer, expected, compared)
     by_step = {
         "loss": [relative(a, b) for a, b in pairs(taken.losses, expected.losses)],
         "grad_norm": [relative(a, b) for a, b in pairs(taken.grad_norms, expected.grad_norms)],
@@ -341,7 +333,7 @@ def hold_against(
     }
     rounding = None
     if rule is not None and expected.allowed is not None:
-        rounding = _shares_of_rounding(training.session.trainer, weights, expected, reference, world.device)
+        rounding = shares_of_rounding(training.session.trainer, weights, expected, reference, world.device)
         if rule.found is not None:
             rounding = replace(rounding, update=rule.found.worst, worst_update=rule.found.parameter)
     everyone: list[Any] = [None] * world.world_size
@@ -396,128 +388,3 @@ def tolerance_of(allowed: Allowed | None) -> float:
     """Return the tolerance of losses and gradient norms, given the measured rounding."""
     measured = allowed.steps if allowed is not None else 0.0
     return max(FLOAT32_TOLERANCE, _TIMES_MEASURED * measured)
-
-
-def _shares_of_rounding(
-    trainer: Trainer,
-    weights: Sequence[tuple[str, Tensor]],
-    expected: Reference,
-    reference: Reference | None,
-    device: torch.device,
-) -> RoundingFound:
-    """Compare parameters and optimizer state with the measured rounding."""
-    assert expected.allowed is not None
-    typical = expected.allowed.typical
-    values = load_file(reference.parameters) if reference is not None else None
-    moves = load_file(expected.allowed.moves) if reference is not None else None
-
-    def compared(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
-        """Yield each parameter's difference as a share of the measured rounding."""
-        for name, tensor in tensors:
-            tensor = as_real(tensor).to(device)
-            theirs = _from_rank_0(values, name, tensor, device)
-            yield (
-                name,
-                share_of_rounding(tensor, theirs, _from_rank_0(moves, name, tensor, device), typical.get(name, 0.0)),
-            )
-
-    worst_parameter, parameters = largest_named(compared(weights))
-    state = [
-        (state_name(name, key), value)
-        for name, key, value in (trainer.optimizer_state(expected.state_keys) if expected.state_keys else ())
-        if state_name(name, key) in typical
-    ]
-    worst_state, of_state = largest_named(compared(state))
-    return RoundingFound(
-        parameters=parameters,
-        worst_parameter=worst_parameter,
-        optimizer_state=of_state if state else None,
-        worst_state=worst_state,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Compared:
-    """Comparison of a rank's parameters with one process's."""
-
-    worst: float  # the largest relative difference
-    where: str  # the parameter with it
-    floor: float  # the root mean square of all parameters
-    nonfinite: NonFiniteValue | None  # the first parameter that is not finite
-    beyond: Mapping[str, float]  # the tensors that differ by the fixed tolerance of float64 or more
-
-
-def _compare_parameters(
-    named: Sequence[tuple[str, Tensor]], expected_run: Reference | None, device: torch.device, rounding_is_known: bool
-) -> _Compared:
-    """Compare this rank's parameters `named` with the reference, which rank 0 has. Collective.
-
-    A parameter's difference is max|a - b| / max(max|b|, root mean square of all parameters). The floor is for
-    parameters whose true gradient is zero, such as the biases of attention's keys: they start at zero, and all that
-    moves them is rounding. If AdamW amplifies that beyond the tolerance (see `Rounding`), the rounding is subtracted.
-    """
-    reference = load_file(expected_run.parameters) if expected_run is not None else None
-    moves = (
-        load_file(expected_run.rounding) if expected_run is not None and expected_run.rounding is not None else None
-    )
-    floor = _root_mean_square(parameter for _, parameter in named)
-    worst, where, nonfinite = 0.0, named[0][0], None
-    beyond: dict[str, float] = {}
-    for name, value in named:
-        value = as_real(value).to(device)  # offloaded ones are in the host's memory
-        expected = _from_rank_0(reference, name, value, device)
-        apart = relative_tensors(value, expected, floor)
-        if rounding_is_known and TOLERANCE <= _on_any_rank(apart, device) < math.inf:
-            apart = relative_tensors(
-                value, expected, floor, rounding=_from_rank_0(moves, name.removesuffix(AVERAGE), value, device)
-            )
-        if apart >= TOLERANCE:
-            beyond[name] = apart
-        if apart > worst:
-            worst, where = apart, name
-        nonfinite = nonfinite or first_parameter("", 0, {name: value})
-    return _Compared(worst=worst, where=where, floor=floor, nonfinite=nonfinite, beyond=beyond)
-
-
-def _compare_buffers(trainer: Trainer, expected: Reference, compared: _Compared) -> _Compared:
-    """Compare in the same way the buffers that the reference's steps have changed, such as running statistics.
-
-    A running mean may average numbers that cancel out, and then it is rounding too: it has the parameters' floor. It
-    follows a bias before it, whose movement by rounding is subtracted.
-    """
-    state = trainer.state()
-    for name, theirs in expected.buffers.items():
-        value, theirs = as_real(state[name]).double(), as_real(theirs).double()
-        apart = relative_tensors(value, theirs, compared.floor)
-        if TOLERANCE <= apart < math.inf:
-            rounding = torch.full_like(theirs, expected.most_rounding)
-            apart = relative_tensors(value, theirs, compared.floor, rounding=rounding)
-        if apart >= TOLERANCE:
-            compared = replace(compared, beyond={**compared.beyond, of_buffer(name): apart})
-        if apart > compared.worst:
-            compared = replace(compared, worst=apart, where=of_buffer(name))
-    return compared
-
-
-def _from_rank_0(tensors: Mapping[str, Tensor] | None, name: str, like: Tensor, device: torch.device) -> Tensor:
-    """Broadcast a named tensor from rank 0, in float64; zeros if rank 0 doesn't have it."""
-    values = torch.zeros_like(like, dtype=torch.float64)
-    if tensors is not None and name in tensors:
-        values = tensors[name].to(device)
-    dist.broadcast(values, src=0)
-    return values
-
-
-def _on_any_rank(value: float, device: torch.device) -> float:
-    """Return the largest value over all ranks. Collective."""
-    largest = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.item()
-
-
-def _root_mean_square(parameters: Iterable[Tensor]) -> float:
-    squares = numbers = 0.0
-    for parameter in parameters:
-        squares += as_real(parameter).square().sum().item()
-        numbers += as_real(parameter).numel()
-    return math.sqrt(squares / numbers)
