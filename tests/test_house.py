@@ -61,7 +61,7 @@ FOUNDATIONS = {
         "script_env",
     ),
     "engines": ("base", "precision", "setup", "native"),
-    "verification": ("steps", "noise", "parts", "job_record", "departure", "proof"),
+    "verification": ("steps", "noise", "parts", "job_record", "tensors", "departure", "proof"),
 }
 
 # They gather the others' public names and start the command line.
