@@ -5,12 +5,12 @@ A command adds its options by `add_arguments(parser, json="...", report="...")`,
 """
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.extras import is_installed
 from samestep.input_files import path_option
 
 
@@ -39,7 +39,7 @@ def check(options: argparse.Namespace, *names: str) -> None:
 
 def check_report(options: argparse.Namespace, *, install: str = 'pip install "samestep[report]"') -> None:
     """Raise UserError for --report where plotly isn't installed; `install`: the command that installs it."""
-    if options.report is not None and importlib.util.find_spec("plotly") is None:
+    if options.report is not None and not is_installed("plotly"):
         raise UserError(f"--report needs plotly, which is not installed; {install}")
 
 

@@ -3,7 +3,6 @@
 The picture has bus bandwidth and time over the size of a message: SVG drawn here, HTML by plotly.
 """
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from samestep.display import curves_svg
 from samestep.display.curves_svg import COLOURS, DASHES, Curve, Panel, Scale
 from samestep.display.tables import Table, numbers, plain_console, table, texts
 from samestep.errors import UserError
+from samestep.extras import is_installed
 from samestep.sizes import binary_size
 
 _WIDTH = 132  # characters, where the output is not a terminal
@@ -208,7 +208,7 @@ def check_file(file: Path | None) -> None:
         return
     if file.suffix not in (".svg", ".html"):
         raise UserError(f"--plot {file}: a picture is SVG or HTML; use a name that ends in .svg or .html")
-    if file.suffix == ".html" and importlib.util.find_spec("plotly") is None:
+    if file.suffix == ".html" and not is_installed("plotly"):
         raise UserError(
             f'--plot {file} needs plotly, which is not installed; pip install "samestep[report]", or use a name that '
             "ends in .svg"

@@ -3,7 +3,6 @@
 `python -m samestep.launch.environments.ray ADDRESS HOST` is the process behind which one such agent stands.
 """
 
-import importlib.util
 import logging
 import os
 import queue
@@ -18,6 +17,7 @@ from typing import Any
 
 from samestep import environment
 from samestep.errors import UserError
+from samestep.extras import is_installed
 from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Read, which
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.options import LaunchOptions
@@ -46,7 +46,7 @@ class Ray:
             ("--ray", inputs.ray) if inputs.ray else ("RAY_ADDRESS", inputs.environ.get("RAY_ADDRESS", ""))
         )
         assert address is not None
-        if importlib.util.find_spec("ray") is None:
+        if not is_installed("ray"):
             raise UserError(f"{source} is {address}, and Ray is not installed; use pip install ray")
         _check_answers(source, address)
         nodes = [node for node in _nodes(source, address) if node.get("Alive")]

@@ -1,9 +1,9 @@
 """The contracts by their engines' names, and how a command line names one: "keras" or "keras:servers=1"."""
 
-import importlib.util
 from collections.abc import Mapping
 
 from samestep.errors import UserError
+from samestep.extras import is_installed
 from samestep.launch.script_env import accelerate, deepspeed, horovod, keras, lightning, torch
 from samestep.launch.script_env.base import Contract, Expected, Rank
 from samestep.ranks import Ranks
@@ -26,7 +26,7 @@ def check(text: str) -> None:
 def check_installed(text: str) -> None:
     """Raise UserError where an engine's package is not installed on this host."""
     contract, _ = _read(text)
-    if contract.package is not None and importlib.util.find_spec(contract.package) is None:
+    if contract.package is not None and not is_installed(contract.package):
         raise UserError(f"--engine {text}: the package {contract.package} is not installed; {contract.installs}")
 
 
