@@ -68,7 +68,7 @@ def _train(layout: str, threads: int) -> tuple[list[float], list[list[int]]]:
     job = jobfile.load(JOB).job
     with TemporaryDirectory(prefix="samestep-drift-") as place:
         folder = Path(place) / "run"
-        run = replace(job.run, layout=layout, threads=threads, folder=folder, device="cpu", tensorboard=False)
+        run = replace(job.run, layout=layout, threads=threads, folder=folder, device="cpu", log=())
         train_job(replace(job, run=run))
         report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
         return losses(folder), list(report["metrics"]["confusion_matrix"].values())

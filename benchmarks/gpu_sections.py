@@ -285,7 +285,7 @@ def checkpoints(size: str) -> Section:
     for asynchronous in (True, False):
         with TemporaryDirectory(prefix="samestep-gpu-") as folder:
             saving = Checkpointing(every=4, folder=Path(folder) / "checkpoints", asynchronous=asynchronous)
-            job = _job(size, steps=12, checkpoint=saving, folder=Path(folder) / "run", tensorboard=False)
+            job = _job(size, steps=12, checkpoint=saving, folder=Path(folder) / "run", log=())
             result = api.train_job(job)
         name = "beside the steps" if asynchronous else "before the next step"
         section.rows.append([size, name, f"{result.checkpoint_seconds / 3:.3f}"])

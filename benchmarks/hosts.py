@@ -132,7 +132,7 @@ def train(job: Job, *options: str) -> list[str]:
             "elastic": True,
             "threads": 1,
             "folder": str(job.folder / "run"),
-            "tensorboard": False,
+            "log": (),
             "checkpoint": {"every": 1, "resume": "auto"},
         },
     }

@@ -188,7 +188,7 @@ def samestep(training: Any, folder: Path | None, supervision: Any = None) -> Ite
     from samestep.training.loop import Readout, StepLog
     from samestep.training.metrics_log import Records, Tally
 
-    with Records(folder, tensorboard=True) as records, Bar("", training.total_steps, shown=False) as bar:
+    with Records(folder, log=None) as records, Bar("", training.total_steps, shown=False) as bar:
         guard = NonFinite(
             "stop", folder or Path(), samples_of=training.samples_of, writes=False, norms_may_overflow=False
         )

@@ -133,7 +133,7 @@ def measure(method: Method, options: argparse.Namespace, slow: str) -> dict[str,
             layout=f"dp{options.workers + (options.servers if serves else 0)}",
             threads=1,
             device="cpu",
-            tensorboard=False,
+            log=(),
             check=False,
             folder=Path(folder) / "run",
         )

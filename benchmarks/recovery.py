@@ -70,7 +70,7 @@ def samestep(folder: Path) -> Sequence[str]:
             "layout": "dp2",
             "threads": 1,
             "folder": str(folder / "run"),
-            "tensorboard": False,
+            "log": (),
             "max_restarts": RESTARTS,
             "checkpoint": {"every": 1},
         },

@@ -114,7 +114,7 @@ def _train(case: Mapping[str, Any], faults: ctypes.CDLL) -> None:
         samestep.Recipe(task=OneLayer(), batch=8, steps=case["steps"], optimizer=samestep.SGD(lr=0.1)),
         threads=1,
         folder=folder,
-        tensorboard=False,
+        log=(),
         check=False,
         checkpoint={"every": 1, "keep": 2, "resume": "auto", "asynchronous": case["asynchronous"]},
     )

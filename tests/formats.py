@@ -67,7 +67,7 @@ def trained(
 ) -> samestep.TrainResult:
     """Trained into a folder, with a checkpoint after the last step."""
     checkpoint = samestep.Checkpointing(resume=resume)
-    run: dict[str, Any] = {"device": "cpu", "threads": 1, "tensorboard": False}
+    run: dict[str, Any] = {"device": "cpu", "threads": 1, "log": ()}
     return samestep.train(recipe, layout, folder=folder, checkpoint=checkpoint, **run)
 
 

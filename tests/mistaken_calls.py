@@ -84,7 +84,7 @@ def normed() -> nn.Module:
 
 def train(task: samestep.Task, layout: str = "dp2", **run: Any) -> None:
     recipe = samestep.Recipe(task=task, batch=16, steps=2)
-    samestep.train(recipe, layout=layout, **{"threads": 1, "device": "cpu", "tensorboard": False, **run})
+    samestep.train(recipe, layout=layout, **{"threads": 1, "device": "cpu", "log": (), **run})
 
 
 def step_before_prepare() -> None:

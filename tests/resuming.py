@@ -20,7 +20,7 @@ MOST = 25
 
 
 def job_of(recipe: samestep.Recipe, layout: str, folder: Path, **run: Any) -> Job:
-    return Job(recipe=recipe, run=Run(layout=layout, threads=1, folder=folder, tensorboard=False, **run))
+    return Job(recipe=recipe, run=Run(layout=layout, threads=1, folder=folder, log=(), **run))
 
 
 def train_all(jobs: Sequence[Job]) -> list[samestep.TrainResult]:

@@ -26,7 +26,7 @@ RECIPE: Mapping[str, Any] = {
     "precision": "fp64",
     "clip": 0.5,
 }
-RUN: Mapping[str, Any] = {"device": "cpu", "threads": 1, "tensorboard": False}
+RUN: Mapping[str, Any] = {"device": "cpu", "threads": 1, "log": ()}
 
 # Losses of recipes that have been trained in this process.
 _ALONE: dict[str, tuple[float, ...]] = {}

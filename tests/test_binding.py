@@ -350,7 +350,7 @@ def test_ranks_that_a_training_starts_are_bound(choice: str, tmp_path: Path) -> 
     own = bindings(this_machine(), 2, choice)  # pyright: ignore[reportArgumentType]
     everywhere = sorted(os.sched_getaffinity(0))
     recipe = samestep.Recipe(task=Bound(tmp_path), batch=8, steps=1)
-    samestep.train(recipe, "dp2", bind=choice, check=False, folder=tmp_path / "run", tensorboard=False)
+    samestep.train(recipe, "dp2", bind=choice, check=False, folder=tmp_path / "run", log=())
     for rank, each in enumerate(own):
         processors, threads = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
         assert processors == (everywhere if each.processors is None else sorted(each.processors))

@@ -42,9 +42,7 @@ def recipe(**values: Any) -> samestep.Recipe:
 
 
 def train(folder: Path, layout: str = "single", checkpoint: Any = None, **values: Any) -> samestep.TrainResult:
-    return samestep.train(
-        recipe(**values), layout=layout, threads=1, folder=folder, tensorboard=False, checkpoint=checkpoint
-    )
+    return samestep.train(recipe(**values), layout=layout, threads=1, folder=folder, log=(), checkpoint=checkpoint)
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -363,7 +361,7 @@ def test_an_engine_without_checkpoints_is_refused(tmp_path: Path) -> None:
 
 JOB = f"""
 recipe: {{task: {TESTS}/small_tasks.py:Points, batch: 50, steps: 6, optimizer: {{name: sgd}}}}
-run: {{threads: 1, tensorboard: false}}
+run: {{threads: 1, log: []}}
 """
 
 

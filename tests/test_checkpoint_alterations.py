@@ -32,7 +32,7 @@ OLDER, NEWEST = 2, 3
 
 def train(folder: Path, **checkpoint: Any) -> samestep.TrainResult:
     recipe = samestep.Recipe(task=Unscored(samples=20), batch=10, steps=NEWEST)
-    return samestep.train(recipe, folder=folder, threads=1, check=False, tensorboard=False, checkpoint=checkpoint)
+    return samestep.train(recipe, folder=folder, threads=1, check=False, log=(), checkpoint=checkpoint)
 
 
 @pytest.fixture(scope="module")

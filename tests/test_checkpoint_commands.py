@@ -34,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder=folder,
         device="cpu",
         threads=1,
-        tensorboard=False,
+        log=(),
         checkpoint=samestep.Checkpointing(every=2, keep=9),
     )
     return folder

@@ -28,7 +28,7 @@ def save_without_end(folder: str) -> None:
         recipe,
         threads=1,
         folder=Path(folder),
-        tensorboard=False,
+        log=(),
         checkpoint={"every": 1, "keep": 4, "resume": "auto"},
     )
 
@@ -91,7 +91,7 @@ def test_fifty_kills_while_it_saves(tmp_path: Path) -> None:
 
 JOB = f"""
 recipe: {{task: {TESTS}/small_tasks.py:Points, batch: 8, steps: 1000000}}
-run: {{layout: fsdp2, threads: 1, tensorboard: false, checkpoint: {{every: 1, keep: 4, resume: auto}}}}
+run: {{layout: fsdp2, threads: 1, log: [], checkpoint: {{every: 1, keep: 4, resume: auto}}}}
 """
 
 

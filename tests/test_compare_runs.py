@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 
 JOB = Job(
     recipe=samestep.Recipe(task="regression", args={"samples": 64, "held_out": 16}, batch=8, steps=4),
-    run=Run(layout="dp2", device="cpu", threads=1, tensorboard=False, check=False),
+    run=Run(layout="dp2", device="cpu", threads=1, log=(), check=False),
 )
 
 
@@ -120,7 +120,7 @@ def test_only_several_ranks_of_our_own_engine_are_started_from_here(name: str, c
 
 def test_a_training_may_do_without_evaluations(tmp_path: Path) -> None:
     recipe = replace(JOB.recipe, evaluation=Evaluation(at_end=False))
-    found = samestep.train(recipe, device="cpu", threads=1, folder=tmp_path / "run", tensorboard=False)
+    found = samestep.train(recipe, device="cpu", threads=1, folder=tmp_path / "run", log=())
     assert found.metrics == {}
     assert found.evaluation_seconds == 0.0
     assert (tmp_path / "run" / "evaluations.jsonl").read_text(encoding="utf-8") == ""

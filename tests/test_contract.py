@@ -174,7 +174,7 @@ NETS = (
     "task", [*map(odd.Odd, NETS), odd.GradientPenalty(), odd.LastCount(), odd.Unscored(), odd.GlancingCollate()]
 )
 def test_a_contract_that_is_kept_says_nothing(task: samestep.Task, capsys: pytest.CaptureFixture[str]) -> None:
-    samestep.train(recipe_of(task), threads=1, tensorboard=False)
+    samestep.train(recipe_of(task), threads=1, log=())
     assert "contract" not in capsys.readouterr().err
 
 
@@ -185,13 +185,12 @@ def test_a_forward_that_ran_is_kept_where_its_loss_is_broken() -> None:
 
 def test_the_check_can_be_left_out() -> None:
     task = odd.MeanWithCount()
-    assert samestep.train(recipe_of(task), threads=1, tensorboard=False, check=False).steps == 2
+    assert samestep.train(recipe_of(task), threads=1, log=(), check=False).steps == 2
 
 
 def test_the_check_leaves_no_trace_in_the_training() -> None:
     with_check, without = (
-        samestep.train(recipe_of(Points(dropout=0.3)), threads=1, tensorboard=False, check=check)
-        for check in (True, False)
+        samestep.train(recipe_of(Points(dropout=0.3)), threads=1, log=(), check=check) for check in (True, False)
     )
     assert with_check.losses == without.losses
 
@@ -230,7 +229,7 @@ def test_a_draw_in_a_compiled_block_is_refused_wherever_its_probability_comes_fr
 @pytest.mark.slow
 def test_a_draw_in_a_compiled_block_is_seen_without_the_check_too() -> None:
     with pytest.raises(samestep.UserError, match="the first step drew from PyTorch's generator"):
-        samestep.train(recipe_of(odd.Odd(Attentive)), threads=1, compile=True, check=False, tensorboard=False)
+        samestep.train(recipe_of(odd.Odd(Attentive)), threads=1, compile=True, check=False, log=())
 
 
 def test_a_model_too_large_for_one_process_is_not_checked(
@@ -262,7 +261,7 @@ def test_verify_checks_too() -> None:
 )
 def test_ranks_that_build_other_tasks_are_seen_without_the_check_too(task: samestep.Task, words: str) -> None:
     with pytest.raises(samestep.UserError, match=words):
-        samestep.train(recipe_of(task), layout="dp2", threads=1, tensorboard=False, check=False)
+        samestep.train(recipe_of(task), layout="dp2", threads=1, log=(), check=False)
 
 
 @pytest.fixture(scope="module")
@@ -304,8 +303,8 @@ def test_the_command_tries_no_layout_of_a_broken_contract(
 def test_no_check_is_an_option_of_train(job_file: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text(job_file.read_text(encoding="utf-8").replace(":Odd", ":MeanWithCount"), encoding="utf-8")
-    assert main(["train", str(broken), "--set", "run.tensorboard=false"]) == 2
-    assert main(["train", str(broken), "--set", "run.tensorboard=false", "--no-check"]) == 0
+    assert main(["train", str(broken), "--set", "run.log=[]"]) == 2
+    assert main(["train", str(broken), "--set", "run.log=[]", "--no-check"]) == 0
 
 
 class Rescaled(nn.Linear):

@@ -25,7 +25,7 @@ recipe:
   args: {{samples: 64, held_out: 16, features: 5}}
   batch: 13
   steps: 3
-run: {{layout: zero1x2, engine: deepspeed, device: cpu, folder: {folder}, tensorboard: false}}
+run: {{layout: zero1x2, engine: deepspeed, device: cpu, folder: {folder}, log: []}}
 """
 
 

@@ -115,7 +115,7 @@ def test_a_run_gives_what_one_process_gives(tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"tensorboard": board, "steps_per_print": 1}), encoding="utf-8")
     asked = recipe(Points(dropout=0.2))
-    run: dict[str, Any] = {"device": "cpu", "tensorboard": False}
+    run: dict[str, Any] = {"device": "cpu", "log": ()}
     alone = samestep.train(asked, folder=tmp_path / "alone", **run)
     both = samestep.train(asked, "pp2", folder=tmp_path / "both", engine_config=config, threads=1, **ENGINE, **run)
     assert both.losses == pytest.approx(alone.losses, rel=1e-4)

@@ -72,7 +72,7 @@ def odd(findings: Sequence[DoctorFinding]) -> list[tuple[str, str]]:
 
 def test_a_real_run_has_nothing_to_find(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = samestep.Recipe(task=Points(), batch=16, steps=40)
-    samestep.train(recipe, device="cpu", folder=tmp_path / "run", tensorboard=False)
+    samestep.train(recipe, device="cpu", folder=tmp_path / "run", log=())
     capsys.readouterr()
     file = tmp_path / "found.json"
     assert main(["doctor", str(tmp_path / "run"), "--json", str(file)]) == 0

@@ -20,7 +20,7 @@ from samestep.drill.under_faults import still_there
 TESTS = Path(__file__).parent
 JOB = f"""
 recipe: {{task: {TESTS}/small_tasks.py:Unscored, batch: 16, precision: fp64}}
-run: {{layout: dp2, threads: 1, tensorboard: false}}
+run: {{layout: dp2, threads: 1, log: []}}
 """
 
 # The step waits until its checkpoint is complete.

@@ -92,7 +92,7 @@ def test_force_replaces_a_run_and_nothing_else(capsys: pytest.CaptureFixture[str
     assert Path("run/notes.txt").read_text(encoding="utf-8") == "mine\n"
     assert not Path("run/faults.jsonl").exists()
     recipe = samestep.Recipe(task="regression", batch=10, steps=1)
-    assert samestep.train(recipe, folder="run", overwrite=True, tensorboard=False).steps == 1
+    assert samestep.train(recipe, folder="run", overwrite=True, log=()).steps == 1
     assert not Path("run/checkpoints/step-3").exists()
 
 
@@ -207,12 +207,10 @@ def test_a_resume_in_another_folder_of_a_training_that_has_ended(
 def test_a_job_that_is_refused_removes_no_earlier_run(tmp_path: Path) -> None:
     """The mistake is found before anything of the run in the folder is touched."""
     run = tmp_path / "run"
-    samestep.train(samestep.Recipe(task=Unscored(), batch=8, steps=2), folder=run, tensorboard=False, check=False)
+    samestep.train(samestep.Recipe(task=Unscored(), batch=8, steps=2), folder=run, log=(), check=False)
     before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     with pytest.raises(samestep.UserError, match="batch"):
-        samestep.train(
-            samestep.Recipe(task=Unscored(), batch=1, steps=2), "dp2", folder=run, overwrite=True, tensorboard=False
-        )
+        samestep.train(samestep.Recipe(task=Unscored(), batch=1, steps=2), "dp2", folder=run, overwrite=True, log=())
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
 
 

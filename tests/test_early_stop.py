@@ -54,7 +54,7 @@ def train(
     """A step, then an evaluation, twelve times at most."""
     task = Scripted(values, before)
     recipe = samestep.Recipe(task=task, batch=4, steps=12, evaluation=Evaluation(every=1), early_stop=stop)
-    return samestep.train(recipe, layout, folder=folder, threads=1, tensorboard=False, check=False, **run)
+    return samestep.train(recipe, layout, folder=folder, threads=1, log=(), check=False, **run)
 
 
 CASES: Mapping[str, tuple[EarlyStop, list[float], int | None]] = {
@@ -188,7 +188,7 @@ def test_counts_that_no_training_of_so_many_steps_has_are_refused(tmp_path: Path
     recipe = samestep.Recipe(
         task=Points(samples=20), batch=10, steps=2, evaluation=Evaluation(every=1), early_stop=stop
     )
-    run: dict[str, Any] = {"folder": tmp_path / "run", "threads": 1, "check": False, "tensorboard": False}
+    run: dict[str, Any] = {"folder": tmp_path / "run", "threads": 1, "check": False, "log": ()}
     samestep.train(recipe, checkpoint={"every": 2}, **run)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
     rewrite_info(checkpoint, lambda values: values["extra"]["early_stop"].update({name: count}))

@@ -24,9 +24,7 @@ slow = pytest.mark.slow
 
 def train(folder: Path, task: samestep.Task, layout: str = "dp2", **run: Any) -> samestep.TrainResult:
     recipe = samestep.Recipe(task=task, batch=16, steps=6, precision="fp64")
-    return samestep.train(
-        recipe, layout=layout, folder=folder, threads=1, tensorboard=False, check=False, device="cpu", **run
-    )
+    return samestep.train(recipe, layout=layout, folder=folder, threads=1, log=(), check=False, device="cpu", **run)
 
 
 def failure(folder: Path, how: str, layout: str = "dp2", **run: Any) -> samestep.RankFailedError:

@@ -80,7 +80,7 @@ def handed_over(model: Callable[[], nn.Module] = bert) -> samestep.Task:
 
 
 def trained(recipe: samestep.Recipe, folder: Path, layout: str = "single") -> samestep.TrainResult:
-    return samestep.train(recipe, layout=layout, folder=folder, threads=1, device="cpu", tensorboard=False)
+    return samestep.train(recipe, layout=layout, folder=folder, threads=1, device="cpu", log=())
 
 
 def logits_of(model: nn.Module) -> Tensor:

@@ -80,7 +80,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     trainings = {name: ["train", str(place / f"{name}.yaml")] for name in JOBS}
     commands = {
         **{name: (ALL, words) for name, words in trainings.items()},
-        "board": (["tensorboard"], [*trainings["regression"], "--force", "--set", "run.tensorboard=true"]),
+        "board": (["tensorboard"], [*trainings["regression"], "--force", "--set", "run.log=[tensorboard]"]),
         "metrics": (["torchmetrics"], trainings["own"]),
         "transformers": (["transformers"], trainings["text"]),
         "tokenizers": (["tokenizers"], trainings["language"]),
@@ -115,7 +115,10 @@ OF_METRICS = r"own\.py fails to import: .*'torchmetrics', at .*; use pip install
         ),
         ("own", OF_METRICS),
         ("metrics", OF_METRICS),
-        ("board", r"run\.tensorboard: true needs tensorboard, which is not installed; use .* \"samestep\[board\]\""),
+        (
+            "board",
+            r"run\.log: \[tensorboard\] needs tensorboard, which is not installed; use .*board\]",
+        ),
         ("transformers", r"task text-classification needs transformers, which is not installed; use .*\[text\]"),
         ("tokenizers", r"task causal-lm needs tokenizers, which is not installed; use .*\[text\]"),
     ],

@@ -23,9 +23,7 @@ TESTS = Path(__file__).parent
 def train(folder: Path, layout: str = "single", *, steps: int = 6, **run: Any) -> samestep.TrainResult:
     task = run.pop("task", None) or Unscored()
     recipe = samestep.Recipe(task=task, batch=16, steps=steps, precision="fp64")
-    return samestep.train(
-        recipe, layout=layout, folder=folder, threads=1, tensorboard=False, check=False, device="cpu", **run
-    )
+    return samestep.train(recipe, layout=layout, folder=folder, threads=1, log=(), check=False, device="cpu", **run)
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -85,7 +83,7 @@ def test_too_many_in_a_row_are_a_failure_and_no_mistake(
         "run": {
             "device": "cpu",
             "threads": 1,
-            "tensorboard": False,
+            "log": (),
             "check": False,
             "folder": str(tmp_path / "run"),
             "checkpoint": {"every": 1, "max_failures": 2},

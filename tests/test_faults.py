@@ -42,7 +42,7 @@ class SeldomFirst(Gan):
 
 
 def train(folder: Path, layout: str = "dp2", task: samestep.Task | None = None, **run: Any) -> samestep.TrainResult:
-    values = {"checkpoint": SAVES, "tensorboard": False, "threads": 1, **run}
+    values = {"checkpoint": SAVES, "log": (), "threads": 1, **run}
     return samestep.train(recipe(task, precision="fp64"), layout=layout, folder=folder, **values)
 
 
@@ -157,7 +157,7 @@ def test_a_loss_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", [TwoTerms(), SeldomFirst(every=2)], ids=lambda task: type(task).__name__)
 def test_a_planted_nan_is_in_the_loss_of_terms_and_of_turns(tmp_path: Path, task: samestep.Task) -> None:
     planted = {"rank": 0, "step": 2, "fault": "nan"}
-    how: dict[str, Any] = {"threads": 1, "tensorboard": False, "inject": planted, "on_nonfinite": "skip"}
+    how: dict[str, Any] = {"threads": 1, "log": (), "inject": planted, "on_nonfinite": "skip"}
     result = samestep.train(recipe(task, steps=4), layout="single", folder=tmp_path, **how)
     assert [math.isfinite(loss) for loss in result.losses] == [True, True, False, True]
 
@@ -188,7 +188,7 @@ def test_a_batch_that_is_not_finite_is_left_out_as_a_plain_loop_would(
         folder=tmp_path,
         on_nonfinite=policy,
         checkpoint=SAVES,
-        tensorboard=False,
+        log=(),
         threads=1,
     )
     assert math.isnan(result.losses[5])

@@ -64,7 +64,7 @@ class Set(Unscored):
 
 def train(place: Path, **checkpoint: Any) -> samestep.TrainResult:
     recipe = samestep.Recipe(task=Set(place), batch=10, steps=2 if checkpoint.get("resume") is None else 3)
-    run = {"threads": 1, "check": False, "tensorboard": False, "folder": place / "run"}
+    run = {"threads": 1, "check": False, "log": (), "folder": place / "run"}
     return samestep.train(recipe, checkpoint={"every": 2, **checkpoint}, **run)
 
 
@@ -139,7 +139,7 @@ def test_another_loss_that_is_handed_over_is_told(tmp_path: Path, capfd: pytest.
         task = samestep.tasks.HuggingFace(model=nn.Linear(1, 1), data=rows, loss=loss)
         recipe = samestep.Recipe(task=task, batch=4, steps=2)
         capfd.readouterr()
-        run = {"threads": 1, "check": False, "tensorboard": False, "folder": tmp_path}
+        run = {"threads": 1, "check": False, "log": (), "folder": tmp_path}
         samestep.train(recipe, checkpoint={"every": 2, "resume": resume}, **run)
         line = "HuggingFace.own_loss is doubled, and was summed"
         assert (line in capfd.readouterr().err) == (loss is doubled)

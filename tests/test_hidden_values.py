@@ -36,7 +36,7 @@ def job_with(key: str, value: Any, folder: Path) -> Path:
     task = Path(__file__).parent / "small_tasks.py"
     job: dict[str, Any] = {
         "recipe": {"task": f"{task}:Points", "batch": 10, "steps": 1},
-        "run": {"device": "cpu", "threads": 1, "folder": str(folder / "run"), "check": False, "tensorboard": False},
+        "run": {"device": "cpu", "threads": 1, "folder": str(folder / "run"), "check": False, "log": ()},
     }
     *sections, last = key.split(".")
     place = job
@@ -79,7 +79,7 @@ WRONG: dict[str, Any] = {
     "run.grace_period": "${SECRET}",
     "run.workers": "${SECRET}",
     "run.transport": "${SECRET}",
-    "run.tensorboard": "${SECRET}",
+    "run.log": "${SECRET}",
     "run.engine_config": "${SECRET}",
     "run.offload_folder": "/none/${SECRET}",
     "run.checkpoint": "${SECRET}",

@@ -26,7 +26,7 @@ WINGS: Mapping[str, tuple[str, str]] = {
         "errors limits synonyms sizes input_files output_files durations host_names variables launchers ranks "
         "environment version private_folders layout yaml_loader validation field_types communication recipe job "
         "options plausibility run_folder subprocess_group processor progress file_errors streams jobfile extras "
-        "plugins "
+        "plugins hooks "
         "torch_internals "
         "display/tables display/page display/steps_figure display/columns display/curves_svg display/schedule_svg",
     ),
@@ -34,7 +34,7 @@ WINGS: Mapping[str, tuple[str, str]] = {
     "launch": ("base", "launch fault_tolerance"),
     "train": (
         "base prove launch",
-        "data tasks comm profiling parallel training checkpoint convert contract verification rank_imports "
+        "data tasks comm profiling loggers parallel training checkpoint convert contract verification rank_imports "
         "rank_tasks door api job_check inference engines/__init__ engines/registry engines/base "
         "engines/precision engines/setup engines/checks engines/config_file engines/native engines/data_parallel",
     ),

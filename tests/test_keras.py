@@ -320,7 +320,7 @@ def test_every_counterpart_is_in_the_documentation() -> None:
 def test_tensorboard_does_not_load_tensorflow(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from samestep.training.metrics_log import Records\n"
-        f"with Records(Path({str(tmp_path)!r}), tensorboard=True) as records:\n"
+        f"with Records(Path({str(tmp_path)!r}), log=None) as records:\n"
         "    records.evaluation(0, {'accuracy': 1.0})\n"
         "assert 'tensorboard' in sys.modules and 'tensorflow' not in sys.modules\n"
     )

@@ -76,7 +76,7 @@ recipe:
   args: {{way: slow, marker: {marker}}}
   batch: 16
   steps: 50
-run: {{layout: dp2, device: cpu, folder: {folder}, check: false, tensorboard: false}}
+run: {{layout: dp2, device: cpu, folder: {folder}, check: false, log: []}}
 """
 
 
@@ -184,7 +184,7 @@ def test_the_same_file_runs_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = str(TESTS.parent / "examples" / "regression.yaml")
     command = [*torchrun, "-m", "samestep", "train", job, "--layout", "ddp", "--folder", str(tmp_path)]
-    command += ["--set", "run.tensorboard=false"]
+    command += ["--set", "run.log=[]"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]

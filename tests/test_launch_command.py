@@ -104,7 +104,7 @@ def test_a_jobs_mistake_is_told_though_another_rank_ends_first(capfd: pytest.Cap
 
 JOB = """
 recipe: {task: regression, precision: fp64, batch: 16, steps: 4, optimizer: {name: sgd, lr: 0.01}}
-run: {layout: dp2, folder: FOLDER, tensorboard: false}
+run: {layout: dp2, folder: FOLDER, log: []}
 """
 
 

@@ -97,7 +97,7 @@ def test_bytes_a_parameter_follow_the_zero_paper_within_three_percent(layouts: S
 
 
 def trained(layout: str, folder: Path, **run: Any) -> tuple[Mapping[str, Any], tuple[float, ...]]:
-    result = samestep.train(recipe(steps=8), layout, folder=folder, threads=1, check=False, tensorboard=False, **run)
+    result = samestep.train(recipe(steps=8), layout, folder=folder, threads=1, check=False, log=(), **run)
     return result.metrics, result.losses
 
 
@@ -179,7 +179,7 @@ def test_what_it_does_not_go_with_is_refused_before_a_run_is_replaced(
     ],
 )
 def test_what_a_refusal_recommends_can_be_had(settings: dict[str, Any], tmp_path: Path) -> None:
-    assert samestep.train(recipe(**settings), folder=tmp_path, tensorboard=False, check=False, threads=1).steps == 4
+    assert samestep.train(recipe(**settings), folder=tmp_path, log=(), check=False, threads=1).steps == 4
 
 
 def test_parameters_of_more_digits_need_no_copy() -> None:

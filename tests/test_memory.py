@@ -156,7 +156,7 @@ def test_json_without_a_dry_run_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_step_that_is_measured_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     recipe = samestep.Recipe(task=Points(), batch=33, steps=6, precision="fp64", clip=0.5)
-    result = samestep.train(recipe, folder=tmp_path, threads=1, tensorboard=False)
+    result = samestep.train(recipe, folder=tmp_path, threads=1, log=())
     assert result.usage  # one of the steps was measured
     loop = Loop(recipe, Points(), device=torch.device("cpu"))
     assert result.losses == pytest.approx([step.loss.item() for step in loop.steps()], rel=1e-12)

@@ -15,7 +15,7 @@ import samestep
 
 def train(folder: Path, layout: str, task: samestep.Task | None = None, **run: Any) -> samestep.TrainResult:
     recipe = samestep.Recipe(task=task or Points(), batch=16, steps=9, precision="fp64")
-    return samestep.train(recipe, layout=layout, folder=folder, threads=1, tensorboard=False, **run)
+    return samestep.train(recipe, layout=layout, folder=folder, threads=1, log=(), **run)
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def train(
     folder: Path, task: samestep.Task, layout: str = "dp2", *, steps: int = 6, **run: Any
 ) -> samestep.TrainResult:
     recipe = samestep.Recipe(task=task, batch=16, steps=steps, precision="fp64")
-    run = {"threads": 1, "tensorboard": False, "check": False, "device": "cpu", **run}
+    run = {"threads": 1, "log": (), "check": False, "device": "cpu", **run}
     return samestep.train(recipe, layout=layout, folder=folder, **run)
 
 
@@ -186,7 +186,7 @@ class Removing(Unscored):
 def test_a_run_whose_folder_is_removed_ends_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     task = Removing(folder=str(tmp_path / "run"))
     with pytest.raises(samestep.CheckpointError, match="was deleted while the training ran"):
-        train(tmp_path / "run", task, "single", checkpoint=SAVES, tensorboard=True)
+        train(tmp_path / "run", task, "single", checkpoint=SAVES, log="tensorboard")
     assert "Traceback" not in capfd.readouterr().err  # of TensorBoard's thread
 
 

@@ -26,7 +26,7 @@ class Points(samestep.Task):
 """
 TRAIN = """
 samestep.train(
-    samestep.Recipe(task=Points(), batch=8, steps=1), layout="LAYOUT", device="cpu", threads=1, tensorboard=False,
+    samestep.Recipe(task=Points(), batch=8, steps=1), layout="LAYOUT", device="cpu", threads=1, log=(),
     check=False, folder="run",
 )
 """

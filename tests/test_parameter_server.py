@@ -41,7 +41,7 @@ from samestep.tasks.registry import resolve
 from samestep.training.fit import Training
 
 ENGINE: Mapping[str, Any] = {"engine": "parameter-server"}
-RUN: Mapping[str, Any] = {**ENGINE, "threads": 1, "device": "cpu", "tensorboard": False}
+RUN: Mapping[str, Any] = {**ENGINE, "threads": 1, "device": "cpu", "log": ()}
 
 
 def settings_file(folder: Path, **values: Any) -> Path:

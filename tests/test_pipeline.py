@@ -207,7 +207,7 @@ class Counted(Native):
 def counted(layout: str, folder: Path, **run: Any) -> tuple[list[dict[str, Any]], samestep.TrainResult]:
     short = recipe(NextWord(kind="tied-llama"), steps=3, epochs=None, precision="fp64")
     result = samestep.train(
-        short, layout=layout, engine=Counted(folder), folder=folder / "run", threads=1, tensorboard=False, **run
+        short, layout=layout, engine=Counted(folder), folder=folder / "run", threads=1, log=(), **run
     )
     return written(folder), result
 
@@ -229,7 +229,7 @@ def test_a_rank_holds_its_stage_alone_and_the_run_its_picture(tmp_path: Path) ->
     assert [rank["state"] for rank in ranks] == [2 * sum(first.values()), 2 * sum(second.values())]
     assert ranks[0]["micro"] == 4  # two for each of the pipeline's ranks
     same = recipe(NextWord(kind="tied-llama"), steps=3, epochs=None, precision="fp64")
-    alone = samestep.train(same, folder=tmp_path / "alone", tensorboard=False)
+    alone = samestep.train(same, folder=tmp_path / "alone", log=())
     assert result.losses == pytest.approx(alone.losses, rel=1e-10)
     assert result.metrics == pytest.approx(alone.metrics, rel=1e-6)  # which are of float32
     _check_schedule(result.folder)
@@ -286,14 +286,14 @@ def test_shards_of_a_pipeline_take_the_same_step_and_reduce_gradients_once_a_ste
 @pytest.mark.slow
 def test_mixed_precision_trains(tmp_path: Path, precision: Any) -> None:
     task = NextWord(kind="tied-llama", dropout=0)
-    plain = samestep.train(recipe(task, steps=4, epochs=None), folder=tmp_path / "plain", tensorboard=False)
+    plain = samestep.train(recipe(task, steps=4, epochs=None), folder=tmp_path / "plain", log=())
     for layout in ["pp2", "pp2 schedule=interleaved-zero-bubble"]:
         mixed = samestep.train(
             recipe(task, steps=4, epochs=None, precision=precision),
             layout=layout,
             folder=tmp_path / layout,
             threads=1,
-            tensorboard=False,
+            log=(),
         )
         assert mixed.losses == pytest.approx(plain.losses, rel=2e-2)
         assert mixed.losses != plain.losses

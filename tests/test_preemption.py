@@ -29,7 +29,7 @@ run:
   layout: {layout}
   folder: {folder}
   threads: 1
-  tensorboard: false
+  log: []
   checkpoint: {{every: 1000}}
   {more}
 """
@@ -85,7 +85,7 @@ def finished(words: Sequence[str], capfd: pytest.CaptureFixture[str]) -> str:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, ...]:
     recipe = samestep.Recipe(task=Slow(seconds=0), batch=16, steps=STEPS, precision="fp64")
-    return samestep.train(recipe, folder=tmp_path_factory.mktemp("undisturbed"), tensorboard=False).losses
+    return samestep.train(recipe, folder=tmp_path_factory.mktemp("undisturbed"), log=()).losses
 
 
 @pytest.mark.parametrize(

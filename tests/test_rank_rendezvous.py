@@ -164,7 +164,7 @@ def test_a_given_port_that_is_taken_is_told_with_its_holder(monkeypatch: pytest.
 
 # Whole runs. The job's steps are held against one process, so that a wrong rank or a lonely world would show.
 
-JOB = "recipe: {task: regression, args: {samples: 96}, batch: 16, steps: 4}\nrun: {tensorboard: false}\n"
+JOB = "recipe: {task: regression, args: {samples: 96}, batch: 16, steps: 4}\nrun: {log: []}\n"
 
 
 @pytest.fixture

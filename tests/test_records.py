@@ -178,7 +178,7 @@ def test_a_second_run_leaves_the_first_as_it_was(
 ) -> None:
     before = {file: file.read_bytes() for file in run.folder.rglob("*") if file.is_file()}
     monkeypatch.chdir(run.place)
-    overrides = ["--layout", "single", "--set", "recipe.task=regression", "--set", "run.tensorboard=false"]
+    overrides = ["--layout", "single", "--set", "recipe.task=regression", "--set", "run.log=[]"]
     assert main(["train", "small.yaml", *overrides]) == 0
     assert {file: file.read_bytes() for file in run.folder.rglob("*") if file.is_file()} == before
     assert "files: runs/small-2" in capsys.readouterr().out
@@ -225,7 +225,7 @@ def test_lines_of_steps_before_stand_until_the_new_file_is_whole(tmp_path: Path)
     file = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": step / 8}) for step in range(40)]
     file.write_text("\n".join([*lines, '{"step": 40, "lo']), encoding="utf-8")
-    with file.open(encoding="utf-8") as before, Records(tmp_path, first_step=25, tensorboard=False) as records:
+    with file.open(encoding="utf-8") as before, Records(tmp_path, first_step=25, log=()) as records:
         assert before.read().splitlines()[:40] == lines  # not written to in place
         assert records.losses == [step / 8 for step in range(25)]
         records.step({"step": 25, "loss": 1.0, "grad_norm": 0.0, "lr": 0.1})

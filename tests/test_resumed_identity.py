@@ -69,7 +69,7 @@ recipe:
   args: {file: FOLDER/train.csv, held_out: FOLDER/held_out.csv}
   batch: 20
   steps: 4
-run: {threads: 1, tensorboard: false, check: false, folder: FOLDER/run, checkpoint: {every: 2}}
+run: {threads: 1, log: [], check: false, folder: FOLDER/run, checkpoint: {every: 2}}
 """
 
 
@@ -278,16 +278,14 @@ def test_data_that_are_drawn_at_random_are_no_change(tmp_path: Path, capfd: pyte
 
     def train(**checkpoint: Any) -> samestep.TrainResult:
         recipe = samestep.Recipe(task=Noisy(samples=20), batch=10, steps=2)
-        return samestep.train(
-            recipe, folder=tmp_path / "run", threads=1, check=False, tensorboard=False, checkpoint=checkpoint
-        )
+        return samestep.train(recipe, folder=tmp_path / "run", threads=1, check=False, log=(), checkpoint=checkpoint)
 
     whole = samestep.train(
         samestep.Recipe(task=Noisy(samples=20), batch=10, steps=2),
         folder=tmp_path / "whole",
         threads=1,
         check=False,
-        tensorboard=False,
+        log=(),
     )
     assert train(every=1).losses == whole.losses  # the look has drawn nothing
     identity = read_info(tmp_path / "run" / "checkpoints" / "step-2").identity

@@ -31,7 +31,7 @@ recipe:
 run:
   folder: ${{SM_OUTPUT_DATA_DIR}}/run
   checkpoint: {{folder: "${{CHECKPOINTS}}", resume: auto}}
-  tensorboard: false
+  log: []
 """
 
 

@@ -12,7 +12,7 @@ from samestep.cli.main import main
 from samestep.errors import UserError
 
 NAMES = ("chat", "huggingface", "images", "language", "own", "text")
-QUICK = ["--set", "run.device=cpu", "--set", "run.threads=1", "--set", "run.tensorboard=false"]
+QUICK = ["--set", "run.device=cpu", "--set", "run.threads=1", "--set", "run.log=[]"]
 
 # What the whole job of a template reaches on held-out samples at least, or at most where it is a loss of some kind.
 REACHED = {

@@ -30,7 +30,7 @@ recipe:
   args: {{way: slow, marker: {marker}}}
   batch: 16
   steps: 50
-run: {{layout: {layout}, engine: {engine}, device: cpu, folder: {folder}, check: false, tensorboard: false}}
+run: {{layout: {layout}, engine: {engine}, device: cpu, folder: {folder}, check: false, log: []}}
 """
 
 

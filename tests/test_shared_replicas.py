@@ -133,7 +133,7 @@ def _step_3(folder: Path) -> Path:
 @pytest.mark.slow
 def test_a_killed_training_goes_on(tmp_path: Path) -> None:
     given = recipe(Points(), precision="fp64")
-    quiet = {"layout": "dp2", "threads": 1, "tensorboard": False, **SHARED}
+    quiet = {"layout": "dp2", "threads": 1, "log": (), **SHARED}
     whole = samestep.train(given, folder=tmp_path / "whole", **quiet)
     killed = samestep.train(
         given,

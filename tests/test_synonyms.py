@@ -186,7 +186,7 @@ KEYS_SAID = {
     "recipe: {task: regression, weight_decay: 1}": "here it is recipe.optimizer.weight_decay",
     "recipe: {task: regression, gradient_accumulation_steps: 2}": "here it is run.micro_batch, a rank accumulates",
     "recipe: {task: regression, per_device_train_batch_size: 2}": "here it is recipe.batch, which is of all ranks",
-    "recipe: {task: regression}\nrun: {report_to: wandb}": "here it is run.tensorboard",
+    "recipe: {task: regression}\nrun: {report_to: wandb}": "here it is run.log",
     "recipe: {task: regression, bfloat16: true}": "here it is recipe.precision, fp64, fp32, bf16 or fp16",
     "recipe: {task: regression}\nbatch_size: 3": 'unknown key "batch_size"; here it is recipe.batch',
     "recipe: {task: regression}\nrun: {tensor_parallel_size: 3}": "here it is run.layout, with the part tpN",

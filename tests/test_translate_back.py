@@ -70,9 +70,16 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
         "clip": draw(st.sampled_from([None, 0.5, 1.0])),
         "precision": draw(st.sampled_from(["fp32", "bf16", "fp16"])),
     }
-    run = {"layout": str(layout), "micro_batch": micro, "tensorboard": draw(st.booleans())}
+    run = {
+        "layout": str(layout),
+        "micro_batch": micro,
+        "log": draw(st.sampled_from(LOGGERS)),
+    }
     run |= {"device": draw(st.sampled_from(["auto", "cpu"])), "compile": draw(st.booleans())}
     return {"recipe": recipe, "run": run}
+
+
+LOGGERS: list[list[Any]] = [[], ["tensorboard"], ["tensorboard", {"kind": "wandb", "project": "p"}], ["wandb"]]
 
 
 def there_and_back(job: dict[str, Any], form: str, folder: Path) -> tuple[Job, Job, Path]:
@@ -100,7 +107,7 @@ def test_a_job_comes_back_from_deepspeed(job: dict[str, Any], tmp_path: Path) ->
         assert getattr(again.recipe, key) == getattr(first.recipe, key), key
     assert Layout.parse(again.run.layout) == Layout.parse(first.run.layout)
     assert again.run.micro_batch == first.run.micro_batch
-    assert again.run.tensorboard == first.run.tensorboard
+    assert again.run.log == first.run.log
     ours, theirs = first.recipe.optimizer, again.recipe.optimizer
     plain = {"decay_all": theirs.decay_all} if not ours.weight_decay else {}  # of no decay there is nothing to say
     assert vars(theirs) == {**vars(ours), **plain}

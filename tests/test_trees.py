@@ -124,9 +124,7 @@ def test_a_run_goes_on_from_a_checkpoint_and_is_evaluated(tmp_path: Path) -> Non
     def train(layout: str, name: str, **checkpoint: Any) -> samestep.TrainResult:
         short = recipe(trees.UNet(), steps=4, epochs=None, precision="fp64")
         kept = samestep.Checkpointing(**checkpoint)
-        return samestep.train(
-            short, layout=layout, folder=tmp_path / name, threads=1, tensorboard=False, checkpoint=kept
-        )
+        return samestep.train(short, layout=layout, folder=tmp_path / name, threads=1, log=(), checkpoint=kept)
 
     alone = train("single", "alone", every=2)
     saved = train("pp2", "saved", every=2)

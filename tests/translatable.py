@@ -79,7 +79,7 @@ DEEPSPEED: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     "autocast": (
         {**BATCH, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "tensorboard": {"enabled": False}},
         "",
-        {**RANKS, "recipe.precision": "bf16", "run.tensorboard": False, "run.layout": "dp"},
+        {**RANKS, "recipe.precision": "bf16", "run.log": [], "run.layout": "dp"},
         "",
     ),
     "left to transformers": (

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from samestep.communication import Bf16, DiLoCo, Fp16, LocalSGD, OneBitAdam, PowerSGD, ZeroOneAdam
 from samestep.engines import ENGINES
-from samestep.job import Checkpointing, Inject, Job, Profiling, Run
+from samestep.job import Checkpointing, Inject, Job, Log, Profiling, Run
 from samestep.recipe import SGD, AdamW, Average, EarlyStop, Evaluation, Group, LoRA, NamedOptimizer, Recipe, Schedule
 from samestep.tasks import TASKS
 from samestep.tasks.causal_lm import DecoderModel, LanguageData
@@ -72,6 +72,7 @@ TABLES = (
     ),
     KeyTable(name="communication", page=RECIPE, sections=[(method, "recipe.communication") for method in METHODS]),
     KeyTable(name="run", page=RUN, sections=[(Run, "run")]),
+    KeyTable(name="log", page=RUN, sections=[(Log, "run.log")]),
     KeyTable(name="checkpoint", page=RUN, sections=[(Checkpointing, "run.checkpoint")]),
     KeyTable(name="profile", page=RUN, sections=[(Profiling, "run.profile")]),
     KeyTable(name="inject", page=RUN, sections=[(Inject, "run.inject")]),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         RankFailedError,
         UserError,
     )
+    from samestep.hooks import Ask, Hooks
     from samestep.inference import evaluate, load_model
     from samestep.job import Checkpointing, Job, Run
     from samestep.job_check import CheckResult, check
@@ -74,6 +75,8 @@ _HOME = {
     "Evaluation": "samestep.recipe",
     "LoRA": "samestep.recipe",
     "EarlyStop": "samestep.recipe",
+    "Hooks": "samestep.hooks",
+    "Ask": "samestep.hooks",
     "Job": "samestep.job",
     "Run": "samestep.job",
     "Layout": "samestep.layout",
@@ -99,6 +102,7 @@ _HOME = {
 __all__ = [
     "SGD",
     "AdamW",
+    "Ask",
     "Average",
     "Batch",
     "CheckResult",
@@ -109,6 +113,7 @@ __all__ = [
     "Evaluation",
     "Gather",
     "Group",
+    "Hooks",
     "InTurns",
     "InterruptedJobError",
     "Job",

@@ -59,7 +59,7 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, reduction,
     group_by_length, cut_at, device, transport, sparse_rows, share_replicas, threads, bind, workers, profile, check,
     compile, float32_matmul, loss_chunk, bucket_mb, tensor_plan, expert_plan, folder, overwrite, offload_folder,
-    checkpoint, tensorboard, rank_lines, max_restarts, hang_limit, grace_period, on_nonfinite, elastic, min_processes,
+    checkpoint, log, hooks, rank_lines, max_restarts, hang_limit, grace_period, on_nonfinite, elastic, min_processes,
     inject.
     Raises UserError for a mistake in the job, RankFailedError where a rank fails and restarts are used up,
     NonFiniteError where a loss is NaN or infinite, NotSavedError where checkpoints or results can't be written,

@@ -8,10 +8,14 @@ from samestep.errors import UserError
 # The extra of samestep that installs each.
 EXTRAS: Mapping[str, str] = {
     "datasets": "data",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
     "tensorboard": "board",
     "tokenizers": "text",
     "torchmetrics": "metrics",
+    "trackio": "trackio",
     "transformers": "text",
+    "wandb": "wandb",
 }
 
 

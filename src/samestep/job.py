@@ -141,6 +141,33 @@ def _on_or_off(value: Any) -> Any:
 
 @tells_mistakes
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Log:
+    """A service that the numbers of each step are sent to while a training runs."""
+
+    kind: str  # the name of a shipped logger, or of one of another package
+    project: str | None = None  # what the service calls a collection of runs; None: samestep
+    name: str | None = None  # of the run there; None: the job's
+    args: dict[str, Any] = field(default_factory=dict)  # what the service's own function to begin a run takes
+
+
+def _loggers(value: Any) -> Any:
+    """A name alone, or names and sections in a list."""
+    if isinstance(value, (str, Mapping, Log)):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        return value
+    return [{"kind": entry} if isinstance(entry, str) else entry for entry in value]
+
+
+def _name_or_names(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Loggers = str | tuple[str | Log, ...]
+
+
+@tells_mistakes
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Run:
     """How a recipe is run; nothing in here changes the result."""
 
@@ -188,7 +215,11 @@ class Run:
     overwrite: bool = False  # remove an earlier run in the folder, with its checkpoints
     offload_folder: FilePath | None = None  # for layouts that offload to disk; None: the system's temporary folder
     checkpoint: Checkpointing | None = None
-    tensorboard: bool | None = None  # None: where tensorboard is installed
+    # Services that get the numbers of each step; None: TensorBoard where it is installed.
+    log: Annotated[tuple[Log, ...], BeforeValidator(_loggers, json_schema_input_type=Loggers)] | None = None
+    hooks: Annotated[
+        tuple[str, ...], BeforeValidator(_name_or_names, json_schema_input_type=str | tuple[str, ...])
+    ] = ()  # "file.py:Class" of samestep.Hooks, which are told of each step
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
     max_restarts: Annotated[Whole, Ge(0), Le(MOST_RESTARTS)] = (
         0  # times that all ranks are started again after one has failed

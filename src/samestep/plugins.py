@@ -48,6 +48,7 @@ class Plugins:
 
 
 ENGINE_PLUGINS = Plugins(group="samestep.engines", key="run.engine", base="samestep.engines.base.Engine")
+LOGGER_PLUGINS = Plugins(group="samestep.loggers", key="run.log", base="samestep.loggers.base.Logger")
 COMMUNICATION_PLUGINS = Plugins(
     group="samestep.communication",
     key="recipe.communication.kind",

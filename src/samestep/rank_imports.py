@@ -1,7 +1,8 @@
 """Modules that a job's ranks import: the fork server imports them before it forks a rank."""
 
-from samestep.extras import is_installed
 from samestep.job import Job
+from samestep.loggers import LOGGERS
+from samestep.loggers.registry import loggers_of
 from samestep.tasks import TASKS
 
 # Shipped tasks with transformers models, and the default type of each model.
@@ -15,8 +16,7 @@ def rank_imports(job: Job) -> list[str]:
     if not isinstance(recipe.task, str) or recipe.task not in TASKS:
         return modules
     modules += [TASKS[recipe.task].partition(":")[0], "safetensors.torch"]
-    if job.run.tensorboard is not False and is_installed("tensorboard"):
-        modules.append("samestep.training.board")
+    modules += [LOGGERS[log.kind].partition(":")[0] for log in loggers_of(job.run.log) if log.kind in LOGGERS]
     if recipe.task in _MODEL_TYPES:
         modules.append("transformers.modeling_utils")
         kind = recipe.model.get("type", _MODEL_TYPES[recipe.task])

@@ -192,7 +192,8 @@ _ROWS: Sequence[tuple[str, Meaning]] = (
     (
         "report_to wandb use_wandb wandb_project logger log_with tensorboard tensorboard_dir mlflow comet",
         Meaning(
-            key="run.tensorboard", note="true or false; metrics.jsonl has the same numbers, for what reads neither"
+            key="run.log",
+            note="a list such as [tensorboard, wandb]; metrics.jsonl has the same numbers, for what reads neither",
         ),
     ),
     (

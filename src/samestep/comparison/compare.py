@@ -70,7 +70,7 @@ def _entry(job: Job, task: Task, method: ComparedMethod, budget: int) -> MethodJ
         check=False,
         bucket_mb=None,  # DDP's gradient buckets only
         profile=None,
-        tensorboard=False,
+        log=(),
         rank_lines=False,
         folder=None,
     )

@@ -12,6 +12,7 @@ from samestep.launch.affinity import chosen, this_machine
 from samestep.launch.device import check_devices, device_of
 from samestep.launch.environments.registry import check_not_alone
 from samestep.layout import Layout
+from samestep.loggers.registry import check_loggers
 from samestep.parallel.offload.memory import check_offload_folder
 from samestep.plausibility import check_lengths
 from samestep.progress import phases
@@ -20,7 +21,7 @@ from samestep.tasks.base import Task, check_data
 from samestep.tasks.registry import resolve as resolve_task
 from samestep.tasks.turns import turns_of
 from samestep.training.early_stop import EarlyStopper
-from samestep.training.metrics_log import writes_events
+from samestep.training.hooked import check_hooks
 from samestep.training.optimizer import check_average_start, check_recipe_optimizers, check_turns_optimizers
 from samestep.training.schedule import check_schedules
 
@@ -44,7 +45,8 @@ def preflight(job: Job, layout: Layout, task: Task | None = None, *, here: bool 
         Precision(job.recipe.precision, device_of(0, job.run.device))
     check_faults(job, layout, skips=engine.abilities.skips)
     check_offload_folder(job.run.offload_folder)
-    writes_events(job.run.tensorboard)
+    check_loggers(job.run.log, environment.snapshot())
+    check_hooks(job.run.hooks)
     layout.check_batch(job.recipe.batch, job.run.micro_batch)
     task = task or resolve_task(job.recipe)
     _check_task(job, engine, layout, task)

@@ -108,9 +108,7 @@ def _of(job: Job, steps: int) -> Job:
     return replace(
         job,
         recipe=shortened(job.recipe, steps),
-        run=replace(
-            job.run, checkpoint=checkpoint, inject=(), max_restarts=0, elastic=False, tensorboard=False, check=False
-        ),
+        run=replace(job.run, checkpoint=checkpoint, inject=(), max_restarts=0, elastic=False, log=(), check=False),
     )
 
 

@@ -224,7 +224,7 @@ def soaked_job(job: Job, faults: int) -> Job:
         inject=(),
         max_restarts=10 * faults,
         elastic=False,
-        tensorboard=False,
+        log=(),
         check=False,
     )
     return replace(job, run=run)

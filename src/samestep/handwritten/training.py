@@ -49,7 +49,7 @@ def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -
         workers=job.run.workers,
         compile=job.run.compile,
     )
-    with Records(folder if rank == 0 else None, tensorboard=job.run.tensorboard) as records:
+    with Records(folder if rank == 0 else None, log=job.run.log) as records:
         result = _take_all_steps(loop, records, folder)
     peaks = loop.gather(peak_memory(device))
     if rank == 0:

@@ -5,7 +5,7 @@ In the order of reading:
 - `fit`: a whole training on one rank. `loop`: its steps, and how they are logged. `session`: one rank's part, also
   for loops of one's own (`own_loop`; `own_loader` reads their DataLoaders).
 - `optimizer`, `named_optimizer`, `schedule`, `adapters`: what is stepped, by what, and at which rate.
-- `evaluation`, `early_stop`, `metrics_log`, `board`, `usage`, `result`: what is measured, shown and left on disk.
+- `evaluation`, `early_stop`, `metrics_log`, `hooked`, `usage`, `result`: what is measured, shown and left on disk.
 - `own_folder`, `earlier_run`: where a training writes, and what it finds there.
 - `checkpointing`, `state`: when a checkpoint is saved, and what of a training goes into it. `learned_from`: what a
   resume compares of data and code, and `own_data` in a loop of one's own.

@@ -27,7 +27,9 @@ from samestep.errors import InterruptedJobError, NonFiniteError, NotSavedError
 from samestep.fault_tolerance.nonfinite import NonFinite, left_out
 from samestep.fault_tolerance.policy import again
 from samestep.fault_tolerance.rank import RankSupervision
+from samestep.hooks import Began, Ended
 from samestep.job import Job
+from samestep.jobfile import plain
 from samestep.launch.world import World
 from samestep.layout import Layout
 from samestep.options import Options
@@ -39,6 +41,7 @@ from samestep.profiling.profiler import StepProfiler
 from samestep.progress import phases
 from samestep.progress.bars import Bar
 from samestep.recipe import Recipe
+from samestep.run_folder import RunPlace
 from samestep.tasks.base import Task
 from samestep.tasks.losses import task_loss
 from samestep.tasks.turns import StepTurns, check_parameters, turns_of
@@ -49,6 +52,7 @@ from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
 from samestep.training.evaluation import switch_off
 from samestep.training.example import example_of
+from samestep.training.hooked import CalledHooks
 from samestep.training.in_turn import in_turn
 from samestep.training.learned_from import learns_from
 from samestep.training.loop import StepLog, take_all_steps
@@ -286,7 +290,9 @@ def fit(
             Records(
                 folder if session.is_main else None,
                 first_step=training.first_step,
-                tensorboard=job.run.tensorboard,
+                log=job.run.log,
+                name=RunPlace.of(job).name,
+                config=plain(job, written=True),
                 held=supervision.held,
             ) as records,
             bar,
@@ -294,7 +300,9 @@ def fit(
             guard = _nonfinite_guard(training, job, folder, from_start=from_start)
             profiler = _profiler(training, job)
             losses, skipped_before = results.agreed((records.losses, records.skipped))
-            log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=losses)
+            hooks = CalledHooks(job.run.hooks, session.world.world_size)
+            log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=losses, hooks=hooks or None)
+            hooks.began(_began(training, folder))
             log.skipped = lambda: skipped_before + checkpoints.skipped
             phases.say(_first_step(job, training))
             try:
@@ -313,6 +321,9 @@ def fit(
                 with phases.phase("evaluating the trained model"):
                     metrics = training.evaluate(bar)
                 records.evaluation(done, metrics)
+            if ended is None:
+                reason = None if stopped is None else stopped.reason
+                hooks.ended(Ended(step=done, metrics=metrics, stopped_early=reason))
         if ended is None and job.run.checkpoint is not None:
             with phases.phase("saving the last checkpoint"):
                 lost = checkpoints.finish(done, metrics)
@@ -326,6 +337,19 @@ def fit(
     if lost is not None:
         raise NotSavedError(f"{lost}; the weights are in {result.model_file}", at_end=True)
     return result
+
+
+def _began(training: Training, folder: Path) -> Began:
+    """What hooks are told before the first step."""
+    world = training.session.world
+    return Began(
+        folder=folder,
+        layout=str(training.session.layout),
+        rank=world.rank,
+        world_size=world.world_size,
+        first_step=training.first_step,
+        total_steps=training.total_steps,
+    )
 
 
 def _first_step(job: Job, training: Training) -> str:

@@ -19,9 +19,11 @@ from samestep.engines.base import StepReport
 from samestep.errors import InterruptedJobError
 from samestep.fault_tolerance.nonfinite import NonFinite
 from samestep.fault_tolerance.rank import RankSupervision
+from samestep.hooks import Ask, Evaluated, Saved, Stepped
 from samestep.progress.bars import Bar
 from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
+from samestep.training.hooked import CalledHooks
 from samestep.training.metrics_log import SKIPPED, Records, Tally
 
 if TYPE_CHECKING:
@@ -65,10 +67,17 @@ class StepLog:
     """Logs each step's values to the records and the progress bar, and sums them for the final report."""
 
     def __init__(
-        self, records: Records, bar: Bar, tally: Tally, guard: NonFinite, losses: Sequence[float] = ()
+        self,
+        records: Records,
+        bar: Bar,
+        tally: Tally,
+        guard: NonFinite,
+        losses: Sequence[float] = (),
+        hooks: CalledHooks | None = None,
     ) -> None:
         self._guard = guard
         self.records = records
+        self.hooks = hooks
         self.tally = tally
         self.losses = list(losses)  # of all steps, with those before a checkpoint if the records have them
         self.terms: dict[str, float] = {}  # the latest value of each term of the loss
@@ -119,6 +128,28 @@ class StepLog:
         if report.sent is not None:
             self.sent = (self.sent or 0) + report.sent
         self._guard.check(batch.step, loss, grad_norm)
+        if self.hooks is not None:
+            self.hooks.stepped(
+                Stepped(
+                    step=batch.step,
+                    epoch=batch.epoch,
+                    loss=loss,
+                    grad_norm=grad_norm,
+                    lr=report.lr,
+                    samples=batch.global_samples,
+                    losses=terms,
+                    seconds=seconds,
+                )
+            )
+
+    def asked(self, step: int) -> Ask:
+        """What the hooks ask for after `step` steps; every rank must call it."""
+        if self.hooks is None:
+            return Ask()
+        ask = self.hooks.asked()
+        if ask.log:
+            self.records.further(step, ask.log)
+        return ask
 
     @property
     def left_out(self) -> Collection[int]:
@@ -154,16 +185,25 @@ def take_all_steps(
         if done == training.total_steps:
             break
         # Evaluate and save, if due.
-        looks, saves = every is not None and done % every == 0, checkpoints.due(done)
+        ask = log.asked(done)
+        looks = ask.evaluate or (every is not None and done % every == 0)
+        saves = checkpoints.due(done) or ask.save
+        if ask.stop is not None:
+            log.flush()
+            return Stopped(step=done, reason=f"stopped early after step {done:,} by a hook: {ask.stop}")
         if looks or saves:
             log.flush()
             with supervision.phase("evaluation" if looks else "checkpoint"):
                 metrics = training.evaluate(log.bar) if looks else None
                 if metrics is not None:
                     log.records.evaluation(done, metrics)
+                    if log.hooks is not None:
+                        log.hooks.evaluated(Evaluated(step=done, metrics=metrics))
                     stopped = checkpoints.early_stop.look(done, metrics)
                 if saves or checkpoints.is_best(metrics) or stopped is not None:
                     checkpoints.save(done, metrics)
+                    if log.hooks is not None:
+                        log.hooks.saved(Saved(step=done))
             if stopped is not None:
                 return stopped
             began = time.perf_counter()

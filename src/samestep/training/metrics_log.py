@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard events of a training while it runs.
+"""metrics.jsonl of a training while it runs, and what its loggers get.
 
 Rank 0 writes; each rank's count of samples is a line of its own, and their sum is the data set.
 """
@@ -7,25 +7,24 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
 
 import torch.distributed as dist
 
 from samestep import file_errors
 from samestep.data.loader import StepBatch
 from samestep.errors import UserError
-from samestep.extras import is_installed, need
 from samestep.fault_tolerance.lease import Held
 from samestep.fault_tolerance.nonfinite import without_nonfinite
+from samestep.job import Log
+from samestep.loggers.base import LoggedRun
+from samestep.loggers.opened import OpenLoggers
 from samestep.run_folder import EVALUATIONS_FILE, METRICS_FILE, json_lines
 from samestep.training.evaluation import scalars
-
-if TYPE_CHECKING:
-    from samestep.training.board import Board
 
 SKIPPED = "checkpoints_skipped"  # in a step's line and in the report: saves that were left out so far
 
@@ -125,31 +124,40 @@ def _warn(text: str) -> None:
     print(f"samestep: {text}", file=sys.stderr, flush=True)
 
 
-def writes_events(tensorboard: bool | None) -> bool:
-    """Whether events for TensorBoard are written; raises UserError if they are asked for and it isn't installed."""
-    if tensorboard:
-        need("run.tensorboard: true", "tensorboard")
-    return is_installed("tensorboard") if tensorboard is None else tensorboard
-
-
 class Records:
-    """Writes a line per step to metrics.jsonl and one per evaluation to evaluations.jsonl, and to TensorBoard.
+    """Writes a line per step to metrics.jsonl and one per evaluation to evaluations.jsonl, and tells the loggers.
 
     Raises UserError if the folder can't be written before the first step; later it warns, and the training goes on.
     """
 
     def __init__(
-        self, folder: Path | None, *, first_step: int = 0, tensorboard: bool | None, held: Held | None = None
+        self,
+        folder: Path | None,
+        *,
+        first_step: int = 0,
+        log: Sequence[Log] | None,
+        name: str = "samestep",
+        config: Mapping[str, Any] = MappingProxyType({}),
+        held: Held | None = None,
     ) -> None:
-        """`held`: the lease of the folder, which is looked at now and then while steps are written."""
+        """`folder`: the run's, on the rank that writes; None: on any other.
+
+        `log`, `name` and `config`: the loggers, and what they are told of the run. `held`: the lease of the folder,
+        which is looked at now and then while steps are written.
+        """
         self._held = held
-        self._steps = self._evaluations = self._board = None
+        self._steps = self._evaluations = self._loggers = None
         self.losses: list[float] = []  # of steps before `first_step`, if the file has all of them
         self.skipped = 0  # saves that were left out before `first_step`
         if folder is None:
             return
         try:
-            self._open(folder, first_step, tensorboard=tensorboard)
+            self._open(folder, first_step)
+            run = LoggedRun(folder=folder, name=name, config=config, first_step=first_step)
+            self._loggers = OpenLoggers(log, run)
+        except UserError:
+            self._close()
+            raise
         except OSError as error:
             text = f"the run's records can't be written into {folder}: "
             text += file_errors.reason_of(error, folder, elsewhere="use another run.folder")
@@ -157,7 +165,7 @@ class Records:
                 raise UserError(text) from None
             _warn(f"{text}; the training goes on without them")
 
-    def _open(self, folder: Path, first_step: int, *, tensorboard: bool | None) -> None:
+    def _open(self, folder: Path, first_step: int) -> None:
         """Open the files, with the lines of the steps before `first_step`."""
         folder.mkdir(parents=True, exist_ok=True)
         metrics, evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
@@ -167,10 +175,6 @@ class Records:
         self.skipped = max((int(values.get(SKIPPED, 0)) for _, values in kept), default=0)
         self._steps = _rewritten(metrics, [line for line, _ in kept])
         self._evaluations = _rewritten(evaluations, [line for line, _ in _lines_before(evaluations, first_step + 1)])
-        if writes_events(tensorboard):
-            from samestep.training.board import Board
-
-            self._board = Board(folder / "tensorboard", purge_step=first_step or None)
 
     def __enter__(self) -> Self:
         return self
@@ -178,43 +182,38 @@ class Records:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close()
+        if self._loggers is not None:
+            self._loggers.close(failed=error is not None)
+
+    def _close(self) -> None:
         for file in (self._steps, self._evaluations):
             if file is not None:
                 file.close()
-        if self._board is not None:
-            self._with_board(lambda board: board.close())
 
     def step(self, values: Mapping[str, Any]) -> None:
-        """Write a step's line to metrics.jsonl and its values to TensorBoard. Raises LeaseLostError."""
+        """Write a step's line to metrics.jsonl, and tell the loggers its values. Raises LeaseLostError."""
         if self._held is not None and self._steps is not None:
             self._held.look()
         if self._steps is not None:
             self._steps.add(json.dumps(without_nonfinite(dict(values))))
-        terms = {f"train/losses/{name}": value for name, value in values.get("losses", {}).items()}
-        self._draw(values["step"], {f"train/{name}": values[name] for name in ("loss", "grad_norm", "lr")} | terms)
+        if self._loggers is not None:
+            terms = {f"train/losses/{name}": value for name, value in values.get("losses", {}).items()}
+            shown = {f"train/{name}": values[name] for name in ("loss", "grad_norm", "lr")}
+            self._loggers.numbers(values["step"], shown | terms)
+
+    def further(self, step: int, values: Mapping[str, float]) -> None:
+        """Tell the loggers further numbers, such as those of a hook."""
+        if self._loggers is not None:
+            self._loggers.numbers(step, values)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write an evaluation's scalar metrics to evaluations.jsonl and TensorBoard."""
+        """Write an evaluation's scalar metrics to evaluations.jsonl, and tell the loggers."""
         numbers = scalars(metrics)
         if self._evaluations is not None:
             self._evaluations.add(json.dumps(without_nonfinite({"step": step, **numbers})))
-        self._draw(step, {f"evaluation/{name}": value for name, value in numbers.items()})
-
-    def _draw(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the finite values to TensorBoard's curves."""
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._with_board(lambda board: board.draw(step, finite))
-
-    def _with_board(self, act: Callable[["Board"], None]) -> None:
-        """Write to TensorBoard's files, if they are written; after an error, warn and write no more of them."""
-        if self._board is None:
-            return
-        try:
-            act(self._board)
-        except OSError as error:  # of an earlier value, since a thread of TensorBoard's writes
-            self._board.leave()
-            self._board = None
-            _warn(f"TensorBoard's files can't be written: {error.strerror}; the training goes on without them")
+        if self._loggers is not None:
+            self._loggers.numbers(step, {f"evaluation/{name}": value for name, value in numbers.items()})
 
 
 def _lines_before(file: Path, step: int) -> list[tuple[str, dict[str, Any]]]:

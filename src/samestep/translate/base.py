@@ -221,6 +221,12 @@ class SectionKeys:
                 return choice
         raise UserError(f"{self.place(key)} is {shown(value)}; {closest(str(value), choices)}")
 
+    def text(self, key: str) -> str | None:
+        value = self.take(key)
+        if value is not None and not isinstance(value, str):
+            raise self._wrong(key, value, "text")
+        return value
+
     def section(self, key: str) -> "SectionKeys":
         """Read an inner section; an empty one if it is missing."""
         value = self._left.pop(key, {})

@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep.engines.deepspeed.keys import OFFLOADS, SIZES, bf16_key, precision_of, solved, stage_of, zero_of
 from samestep.errors import UserError
-from samestep.job import Job
+from samestep.job import Job, Log
 from samestep.layout import Layout
 from samestep.limits import MOST, divisors
 from samestep.recipe import Recipe
@@ -54,8 +54,7 @@ _REASONS = {
     "flops_profiler": "report.json has the floating-point operations a second of language models",
     "comms_logger": "report.json and train --dry-run have the bytes that each rank sent",
     "csv_monitor": "metrics.jsonl has the same numbers",
-    "wandb": "there are metrics.jsonl and TensorBoard",
-    "comet": "there are metrics.jsonl and TensorBoard",
+    "comet": "run.log has other services",
     "autotuning": "samestep tune JOB.yaml tries settings that take the same step",
     "zero_allow_untested_optimizer": "any optimizer is sharded",
     "zero_force_ds_cpu_optimizer": "offload=optimizer steps with PyTorch's own optimizer",
@@ -101,7 +100,7 @@ class ReadDeepSpeed(ConfigReader):
         read_optimizer(keys, draft)
         _clip(keys, draft)
         _read_precision(keys, draft)
-        _tensorboard(keys, draft)
+        _loggers(keys, draft)
         keys.leave(_REASONS, _OTHERWISE)
         return draft
 
@@ -253,12 +252,36 @@ def _read_precision(keys: SectionKeys, draft: Draft) -> None:
     autocast.leave({}, "PyTorch's own list of operations is taken")
 
 
-def _tensorboard(keys: SectionKeys, draft: Draft) -> None:
-    if "tensorboard" not in keys:
+def _loggers(keys: SectionKeys, draft: Draft) -> None:
+    """Read the sections of the services that get the numbers of each step."""
+    if "tensorboard" not in keys and "wandb" not in keys:
         return
-    section = keys.section("tensorboard")
-    draft.set("run.tensorboard", bool(section.switch("enabled")))
-    section.leave({}, "events go into the run's folder; run.folder says which")
+    log = list[Any]()
+    board, wandb = keys.section("tensorboard"), keys.section("wandb")
+    if board.switch("enabled"):
+        log.append("tensorboard")
+    board.leave({}, "events go into the run's folder; run.folder says which")
+    if wandb.switch("enabled"):
+        project, team, group = (wandb.text(name) for name in ("project", "team", "group"))
+        given = {"entity": team, "group": group}
+        args = {name: value for name, value in given.items() if value is not None}
+        settings = {"project": project} if project is not None else {}
+        log.append({"kind": "wandb", **settings, **({"args": args} if args else {})} if settings or args else "wandb")
+    wandb.leave({}, "no counterpart")
+    draft.set("run.log", log)
+
+
+def _written_loggers(job: Job, remarks: list[str]) -> dict[str, Any]:
+    """Write the services that DeepSpeed has too. None, where TensorBoard is a default, is written as TensorBoard."""
+    log = (Log(kind="tensorboard"),) if job.run.log is None else job.run.log
+    sections: dict[str, Any] = {"tensorboard": {"enabled": any(entry.kind == "tensorboard" for entry in log)}}
+    for entry in log:
+        if entry.kind == "wandb":
+            renamed = {"team": entry.args.get("entity"), "group": entry.args.get("group"), "project": entry.project}
+            sections["wandb"] = {"enabled": True, **{name: value for name, value in renamed.items() if value}}
+        elif entry.kind != "tensorboard":
+            remarks.append(f"run.log = {entry.kind}: DeepSpeed writes to TensorBoard and wandb")
+    return sections
 
 
 _SAID = {
@@ -269,7 +292,7 @@ _SAID = {
     "recipe.precision",
     "run.layout",
     "run.micro_batch",
-    "run.tensorboard",
+    "run.log",
 }
 
 
@@ -285,7 +308,7 @@ class WriteDeepSpeed(ConfigWriter):
         config["gradient_clipping"] = recipe.clip or 0.0  # without the key, DeepSpeed would clip to 1.0
         config |= _written_precision(recipe, remarks)
         config |= _layout(job, layout, remarks, expressed)
-        config["tensorboard"] = {"enabled": job.run.tensorboard is not False}
+        config |= _written_loggers(job, remarks)
         remarks += unsaid(job, expressed)
         return Written(text=json.dumps(config, indent=2) + "\n", remarks=remarks)
 

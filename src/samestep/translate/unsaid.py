@@ -61,7 +61,7 @@ REASONS = {
     "run.overwrite": _SCRIPT,
     "run.offload_folder": "nothing is offloaded to it",
     "run.checkpoint": "the script saves and loads",
-    "run.tensorboard": "the script says it",
+    "run.log": "the script says it",
     "run.rank_lines": "only samestep prints them",
     "run.max_restarts": _LAUNCHER,
     "run.hang_limit": "only samestep watches its ranks",

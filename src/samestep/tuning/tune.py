@@ -244,6 +244,6 @@ class _Trials:
         """Return a job with `steps` steps and nothing else: no checkpoints, no restarts, one evaluation at most."""
         evaluation = replace(job.recipe.evaluation, every=None)
         recipe = replace(job.recipe, steps=self._steps, epochs=None, evaluation=evaluation)
-        alone = {"check": False, "tensorboard": False, "rank_lines": False, "profile": None, "folder": None}
+        alone = {"check": False, "log": (), "rank_lines": False, "profile": None, "folder": None}
         never = {"checkpoint": None, "max_restarts": 0, "elastic": False, "min_processes": 1, "inject": ()}
         return replace(job, recipe=recipe, run=replace(job.run, **alone, **never))

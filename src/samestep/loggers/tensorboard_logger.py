@@ -3,8 +3,10 @@
 import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
+
+from samestep.job import Log
+from samestep.loggers.base import LoggedRun, Logger
 
 # If a module of this name is in sys.modules, TensorBoard writes files itself and does not import TensorFlow.
 _MARKER = "tensorboard.compat.notf"
@@ -21,22 +23,29 @@ finally:
         del sys.modules[_MARKER]
 
 
-class Board:
-    """Writes scalar curves for TensorBoard into a folder."""
+class TensorBoard(Logger):
+    """Writes events into tensorboard/ of the run's folder."""
 
-    def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
-        """`purge_step`: hide what an earlier run wrote into the folder for this step and later ones."""
+    def __init__(self, settings: Log, run: LoggedRun) -> None:
+        """Hide what an earlier start has written for the first step and later ones."""
         self._excepthook = threading.excepthook
         threading.excepthook = self._leave_out_writers
-        self._writer = SummaryWriter(folder, purge_step=purge_step)
+        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=run.first_step or None)
 
-    def draw(self, step: int, values: Mapping[str, float]) -> None:
+    @classmethod
+    def check(cls, settings: Log, environ: Mapping[str, str]) -> None:
+        """Nothing can be missing."""
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to each curve. They share one event, since each event costs a thread switch."""
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         if points and self._writer.file_writer is not None:
             self._writer.file_writer.add_summary(Summary(value=points), step)
 
-    def close(self) -> None:
+    def text(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, text, step)
+
+    def close(self, *, failed: bool) -> None:
         """Write what is left; also after an error, which is raised again."""
         try:
             self._writer.close()
@@ -49,6 +58,6 @@ class Board:
             threading.excepthook = self._excepthook
 
     def _leave_out_writers(self, failed: threading.ExceptHookArgs) -> None:
-        """Print no traceback of TensorBoard's thread that the disk refused: `draw` or `close` raises the error."""
+        """Print no traceback of TensorBoard's thread that the disk refused: the next call raises the error."""
         if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__name__ == _WRITER):
             self._excepthook(failed)
