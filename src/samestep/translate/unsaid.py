@@ -62,6 +62,7 @@ REASONS = {
     "run.offload_folder": "nothing is offloaded to it",
     "run.checkpoint": "the script saves and loads",
     "run.log": "the script says it",
+    "run.hooks": "the script calls its own code",
     "run.rank_lines": "only samestep prints them",
     "run.max_restarts": _LAUNCHER,
     "run.hang_limit": "only samestep watches its ranks",
