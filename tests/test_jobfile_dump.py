@@ -38,8 +38,12 @@ recipe:
   groups: []                 # default
   schedule:
     warmup: 0.1              # job.yaml:11
+    hold: 0.0                # default
     decay: linear            # job.yaml:12
     final: 0.0               # default
+    power: 1.0               # default
+    cycles: 1                # default
+    function: null           # default
 """
 
 

@@ -110,7 +110,8 @@ BOTH_LENGTHS = (
         ),
         (
             "  schedule: {warm: 1}",
-            'job.yaml:3: unknown key "recipe.schedule.warm"; did you mean "warmup"? known: decay, final, warmup',
+            'job.yaml:3: unknown key "recipe.schedule.warm"; did you mean "warmup"? known: cycles, decay, final, '
+            "function, hold, power, warmup",
         ),
         ("  data: {1: 2}", 'job.yaml:3: recipe.data.1: the key 1 should be text; write it as "1"'),
         # types

@@ -162,6 +162,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", SERVICES)
 def test_a_service_is_written_to_without_a_network(kind: str, tmp_path: Path) -> None:
     """Twice, the second time resumed; what fails is told on stderr, and nothing is."""
