@@ -120,6 +120,12 @@ def the_message(page: str, beginning: str) -> str:
     return shown
 
 
+def skip_without_an_engine(message: str, shown: str) -> None:
+    """Skip where an engine's package is missing: what follows on that is never reached."""
+    if re.search(r"needs \S+, which is not installed", message) and "not installed" not in shown:
+        pytest.skip(message)
+
+
 @pytest.mark.parametrize(("page", "command", "beginning"), COMMANDS)
 def test_a_message_that_is_shown_is_what_the_command_prints(
     page: str,
@@ -142,6 +148,7 @@ def test_a_message_that_is_shown_is_what_the_command_prints(
     # The documentation leaves the folder of a file out.
     printed = re.sub(rf"({files}|{ROOT})/(?:(?:latin|one|none|sizes)/)?", "", capsys.readouterr().err)
     told = [line.removeprefix("samestep: ") for line in printed.splitlines()]
+    skip_without_an_engine(printed, the_message(page, beginning))
     assert the_message(page, beginning) in told
 
 
@@ -152,6 +159,7 @@ def test_a_message_that_is_shown_is_what_a_call_raises(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(samestep.UserError) as caught:
         CALLS[page][beginning]()
+    skip_without_an_engine(str(caught.value), the_message(page, beginning))
     assert masked(the_message(page, beginning)) == masked(str(caught.value))
 
 

@@ -67,6 +67,8 @@ def run_tests(*words: str) -> tuple[dict[str, int], list[str]]:
     """Run pytest, and return its counts and the tests that failed."""
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", *words], cwd=ROOT, capture_output=True, text=True)
     print(done.stdout[-4000:], done.stderr[-2000:], flush=True)
+    if done.returncode not in (0, 1):  # all passed, or some failed; a run that was ended has no counts
+        raise SystemExit(f"pytest ended with exit code {done.returncode}; no row is written")
     return counts(done.stdout), failures(done.stdout)
 
 
