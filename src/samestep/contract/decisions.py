@@ -111,6 +111,8 @@ class _Questions(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if torch.get_default_dtype() == torch.float64:  # in the forward and the loss, after collate
             self.lower = self.lower or any(map(_is_lower, pytree.tree_leaves(result)))
+        # Python code can depend on a tensor's numbers only through an operator that gives a Python number, or one
+        # whose result has a shape that depends on them. All others compute tensors whatever the numbers are.
         if isinstance(result, (bool, int, float)):  # `item`, `equal`, `allclose`
             self.asked.append(self._question(result))
         elif torch.Tag.dynamic_output_shape in func.tags:  # `nonzero`

@@ -176,6 +176,8 @@ def _forks_server() -> Iterator[None]:
 
 def _serve(listener: int, alive: int) -> NoReturn:
     """Run the server in a forked process, until the pipe `alive` is closed by all users."""
+    # The descriptors that the forked process has inherited are closed. One of a pipe or socket that stays open here
+    # would keep its other end from seeing that the process which opened it has ended.
     try:
         for open_file in [int(file.name) for file in Path("/proc/self/fd").iterdir()]:
             if open_file > _STDERR and open_file not in (listener, alive):

@@ -72,6 +72,8 @@ class Memory:
 
     def run(self, step: InitCall) -> None:
         """Run a step's operator with the recorded state of the generator."""
+        # The generator is put where it stood when the model was built. So a rank that holds the last layer alone
+        # draws that layer's numbers without drawing those of all layers before it.
         args, kwargs = tree_map_only(StorageRegion, self.tensor, (step.args, step.kwargs))
         if step.generator_state is None:
             made = step.operator(*args, **kwargs)
@@ -137,6 +139,9 @@ class Record:
 
     def _history(self, storages: Collection[int]) -> list[int]:
         """The steps that the storages' contents depend on, in their order."""
+        # Backwards from the wanted storages: what a step reads must be as it was before that step, so its earlier
+        # writers are needed, and what those read. A storage's later writers are not: what another initialization
+        # overwrote afterwards was not there yet for whoever read in between.
         chosen: set[int] = set()
         seen: dict[int, int] = {}  # storage -> its writers before this step are chosen
         pending = [(storage, len(self._steps)) for storage in storages]

@@ -99,6 +99,7 @@ class _Functions(TorchFunctionMode):
         self.counts[name] += 1
         if name in _ALONG_ONE and (size := _size_along(args, kwargs or {})) is not None:
             self.counts[along(name, size)] += 1
+        # `tensor.shape` comes as the function `__get__` of a getter; the attribute's name is the getter's.
         attribute = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):

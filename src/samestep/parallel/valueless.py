@@ -156,6 +156,10 @@ class Valueless(HostsObservers, QuickFakeMode):
     def _run(self, func: Any, types: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         if func.namespace == "profiler":
             return func(*args, **keywords)
+        # What has a tensor without values gives tensors without values, whose shapes PyTorch computes. What has only
+        # small tensors with values is run: models branch on the results, on a mask's sum or the longest sample. A
+        # large result, such as a table that a model fills when it is built, would take the memory that a rehearsal
+        # is there to spare.
         tensors = operands(args, keywords)
         fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if func.namespace == "c10d":

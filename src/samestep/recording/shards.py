@@ -128,6 +128,8 @@ def _flat_parts(handle: Any, name: str) -> Iterator[tuple[int, list[TensorPart]]
                 stretch=(part.place, part.place + part.count),
             )
         )
+    # An optimizer may have been given the flat parameter, or under `use_orig_params` the views into it that carry the
+    # model's names; whichever it steps is found by its id. Without them there are no views: hence not `strict`.
     yield id(flat), parts
     for parameter, part in zip(unflattened(flat), parts, strict=False):
         assert part.stretch is not None

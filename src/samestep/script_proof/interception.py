@@ -60,6 +60,9 @@ class Listener(Protocol):
 
 def install(listener: Listener, *, dropout: bool) -> None:
     """Install a listener for the rest of the process. Without `dropout` none is applied."""
+    # PyTorch has hooks for every optimizer and every module of a process. For what it has none, the functions
+    # themselves are replaced, in each place from which scripts import them, and before the script runs: its
+    # `from ... import` keeps whatever it finds. Libraries that may be missing are changed when first imported.
     register_optimizer_step_pre_hook(listener.before_step)
     register_optimizer_step_post_hook(listener.after_step)
     listen_to_modules(listener.module_called)

@@ -137,6 +137,10 @@ class ListedExperts:
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Replacement of the caller's forward: rehearsal, exchange, and the second forward."""
+        # The caller's forward is run twice. Which expert gets which rows is known once its router has run, and a
+        # message for each expert in turn would make ranks wait for each other that have rows for different ones. So
+        # the experts give zeros at first and note their rows, all rows are exchanged in one message, and in the
+        # second run the experts give the outputs, which the model's own code combines as in one process.
         calls = self.rehearse(arguments, keywords)
         inputs = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
         back, answers = self._answered(calls, [input_ for input_ in inputs if input_.requires_grad])

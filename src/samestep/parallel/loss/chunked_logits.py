@@ -148,6 +148,9 @@ class ChunkedLogits(Tensor):
         name = getattr(func, "__name__", str(func))
         keywords = dict(kwargs or {})
         property_name = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
+        # A model may ask for shape and dtype before its loss, which needs no values. Everything else that isn't
+        # cross-entropy, a cast or a change of shape computes the logits whole, as without chunks, or is refused where
+        # this rank has only some rows of them.
         if name in _FACTS or property_name in _PROPERTIES or property_name.startswith("is_"):
             with DisableTorchFunctionSubclass():
                 return func(*args, **keywords)

@@ -206,6 +206,8 @@ class BlankOutput:
 
     def __call__(self, arguments: Any, keywords: Any) -> Any:
         """Make a nest like the module's output, of blanks and of arguments that the module returns unchanged."""
+        # Most modules give a tensor of an argument's shape, which is seen from the trace. Only the others are run on
+        # shapes: this stage would otherwise run the Python code of every layer that other stages hold.
         tensors = tensors_in((arguments, keywords))
         output = self._like_arguments(self._pairs(arguments, keywords, tensors))
         if output is None:

@@ -136,6 +136,8 @@ class SliceComparison:
         marks: list[Mark] = []
         output = Output(numbers=[], marks=marks, in_nests=False)
         device = next(self._model.parameters()).device
+        # The forward of a sliced model sends messages. Where it fails on some ranks only, the others would wait for
+        # theirs without end; so it is run first without sending any, and the ranks agree that none has failed.
         if rehearse:
             messages = _Unconnected()
             if failed is None:
