@@ -12,6 +12,7 @@ from script_records import Record, Step
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from samestep.errors import UserError
 from samestep.recording.store import RecordWriter
 from samestep.script_proof.batches import Batches, iterations
 from samestep.script_proof.compare import compare_runs, prove
@@ -215,3 +216,28 @@ def test_a_small_difference_after_equal_outputs_is_checked_in_float64(exact: boo
     found = prove(ScriptProof(script=("train.py",), processes=2, steps=1), tmp_path, starter)
     assert (found.finding.kind if found.finding is not None else None) == ("backward-differs" if exact else None)
     assert any("in float64 the runs differ too" in note.en for note in found.notes) == exact
+
+
+def test_a_script_that_takes_a_rank_for_each_accelerator_is_told_of_one_alone(tmp_path: Path) -> None:
+    batches = [[[0, 1], [2, 3]]]
+    devices = list[tuple[str, int]]()
+    starter = written(
+        alone=[record(batches)], again=[record(batches)], split=[record([[[at], [2 + at]]]) for at in (0, 1)]
+    )
+
+    def start(starts: Sequence[ScriptStart], proof: ScriptProof) -> Sequence[CommandOutcome]:
+        devices.extend((each.name, each.settings.devices) for each in starts)
+        if devices == [("alone", 2)]:
+            return [CommandOutcome(code=1, seconds=0.0, output="2 devices, and 1 process")]
+        return starter(starts, proof)
+
+    found = prove(ScriptProof(script=("train.py",), processes=2, steps=2, on="cpu"), tmp_path, start)
+    assert found.same_step
+    assert devices == [("alone", 2), ("alone", 1), ("split", 2), ("again", 1)]
+    assert any("was told of one for each of its ranks" in note.en for note in found.notes)
+
+    def always(starts: Sequence[ScriptStart], proof: ScriptProof) -> Sequence[CommandOutcome]:
+        return [CommandOutcome(code=1, seconds=0.0, output=f"{starts[0].settings.devices} devices") for _ in starts]
+
+    with pytest.raises(UserError, match="2 devices"):
+        prove(ScriptProof(script=("train.py",), processes=2, on="cpu"), tmp_path / "fails", always)

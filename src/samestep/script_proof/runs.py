@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from samestep.script_proof.children import LAUNCHER, gather
 from samestep.script_proof.follow import following
 from samestep.script_proof.imports import starts_processes
 from samestep.script_proof.sampling import check_steps, places_matter
-from samestep.script_proof.settings import RECORDER, SETTINGS, RecordSettings, Variant
+from samestep.script_proof.settings import FEWER_DEVICES, RECORDER, SETTINGS, RecordSettings, Variant
 
 ALONE, AGAIN, SPLIT = "alone", "again", "split"
 LOGS = "logs"  # what each rank wrote, in a run's folder
@@ -173,7 +174,7 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     UserError if a run fails or does not end.
     """
     alone = proof.alone if proof.alone is not None else proof.script
-    _run(proof, starter, make_start(proof, folder, ALONE, alone, proof.settings, proof.alone_processes))
+    _run_alone(proof, folder, starter, alone)
     # One process gets what all ranks draw; several would have to share it out.
     noted = replace(proof.settings, draws=proof.alone_processes == 1)
     own = (folder / ALONE / LAUNCHER).is_dir()
@@ -201,6 +202,27 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
         redraw=followed.redraw,
     )
     _measure_rounding(proof, folder, starter, alone, settings, make_start(proof, folder, ALONE, alone, settings, 1))
+
+
+def _run_alone(proof: ScriptProof, folder: Path, starter: Starter, alone: tuple[str, ...]) -> None:
+    """Run the script alone; where it fails with as many accelerators as the split run has, with one for each rank.
+
+    Some scripts refuse to start with fewer, and others take a rank for each.
+    """
+    start = make_start(proof, folder, ALONE, alone, proof.settings, proof.alone_processes)
+    began = time.monotonic()
+    try:
+        _run(proof, starter, start)
+    except UserError:
+        devices = RecordSettings.read(start.settings_file).devices
+        late = time.monotonic() - began > proof.time_limit / 2
+        if proof.on is None or devices == proof.alone_processes or late:
+            raise
+        start.place.rename(folder / FEWER_DEVICES)
+        again = make_start(proof, folder, ALONE, alone, proof.settings, proof.alone_processes)
+        with suppress(UserError):
+            return _run(proof, starter, again)
+        raise
 
 
 def _measure_rounding(
@@ -318,7 +340,8 @@ def make_start(
     place = folder / name
     place.mkdir(parents=True)
     variables, command = with_variables(command)
-    devices = ranks if own or starts_processes(command) else proof.processes
+    fewer = own or starts_processes(command) or (folder / FEWER_DEVICES).is_dir()
+    devices = ranks if fewer else proof.processes
     settings = replace(settings, folder=str(place), variables=variables, ranks=ranks, devices=devices)
     further = proof.launch if name.startswith(SPLIT) else ()
     start = ScriptStart(

@@ -16,6 +16,7 @@ Variant = Literal["as-is", "reversed", "moved", "halves"]
 RECORDER = "--recorder="
 
 SETTINGS = "settings.json"  # in a run's folder
+FEWER_DEVICES = "alone-failed"  # of a run alone that failed, where it was told of the split run's accelerators
 
 
 @dataclass(frozen=True, kw_only=True)

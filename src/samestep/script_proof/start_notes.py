@@ -8,7 +8,7 @@ from samestep.recording.record import RunRecord
 from samestep.recording.store import events
 from samestep.script_proof import tiny
 from samestep.script_proof.children import LAUNCHER
-from samestep.script_proof.settings import SETTINGS, RecordSettings
+from samestep.script_proof.settings import FEWER_DEVICES, SETTINGS, RecordSettings
 
 _PLACES_SHOWN = 4
 
@@ -16,9 +16,18 @@ _PLACES_SHOWN = 4
 def start_notes(alone: Path, split: Path) -> Iterator[Words]:
     """The notes on a run alone and a split run, by their folders."""
     yield from _own_ranks(alone, split)
+    if (alone.parent / FEWER_DEVICES).is_dir():
+        yield _FEWER_DEVICES
     yield from _copies((alone, split))
     yield from _turned((split, alone))
     yield from _shrunk((split, alone))
+
+
+_FEWER_DEVICES = Words(
+    "alone the script failed with as many accelerators as the split run has, and was told of one for each of its "
+    "ranks",
+    "单独运行时，如果加速器和切分运行一样多，脚本会失败；因此告诉它每个 rank 只有一个",
+)
 
 
 def group_note(split: Path, kind: str | None) -> Iterator[Words]:

@@ -1,0 +1,22 @@
+"""A resumption within one script: rank 0 sends the optimizer's state, and all load it."""
+
+import torch
+import torch.distributed as dist
+from pieces import Classifier, cross_entropy, join, loader, options, replicated, samples
+
+given = options()
+rank, world = join(given.seed)
+model = replicated(Classifier())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+batches = loader(samples(), given.batch)
+for epoch in range(given.epochs):
+    if epoch == 1:
+        states = [optimizer.state_dict()]
+        dist.broadcast_object_list(states, 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.load_state_dict(states[0])
+    batches.sampler.set_epoch(epoch)
+    for rows, classes in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(rows), classes).backward()
+        optimizer.step()
