@@ -337,6 +337,20 @@ def test_other_first_weights_alone_want_a_seed(tmp_path: Path) -> None:
         compare_runs(folder)
 
 
+def test_unseeded_weights_that_no_rank_sends_are_not_broadcast(tmp_path: Path) -> None:
+    first = records.weights(0)
+    heads = [{**first, "head.bias": records.weights(seed)["head.bias"]} for seed in (7, 8, 9)]
+    folder = records.runs(
+        tmp_path,
+        alone=record(step("ab")),
+        again=replace(record(step("ab")), before=heads[0]),
+        split=[replace(record(step(row)), before=head) for row, head in zip("ab", heads[1:], strict=True)],
+    )
+    found = compare_runs(folder).finding
+    assert found is not None
+    assert (found.kind, found.module) == ("weights-not-broadcast", "head.bias")
+
+
 def test_a_row_is_the_same_however_far_its_batch_is_padded() -> None:
     tokens = torch.tensor([[5, 6, 0, 0], [7, 8, 9, 1]])
     mask = (tokens != 0).long()

@@ -37,8 +37,9 @@ def group_note(split: Path, kind: str | None) -> Iterator[Words]:
     if kind in _OF_LONE_RANKS and len(ranks) > 1 and not joined:
         yield Words(
             "no rank has joined a process group, so none knew of the others; without accelerators Accelerate "
-            "joins one with --engine accelerate",
-            "没有 rank 加入进程组，因此互不知道对方；没有加速器时，Accelerate 在 --engine accelerate 下才会加入",
+            'joins one with the variable ACCELERATE_USE_CPU, as in --script "ACCELERATE_USE_CPU=true train.py"',
+            "没有 rank 加入进程组，因此互不知道对方；没有加速器时，Accelerate 要有变量 ACCELERATE_USE_CPU 才会加入，"
+            '例如 --script "ACCELERATE_USE_CPU=true train.py"',
         )
 
 
