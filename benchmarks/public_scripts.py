@@ -88,6 +88,52 @@ SCRIPTS: Mapping[str, Mapping[str, str]] = {
         "en": "PyTorch's examples, `distributed/FSDP2/example.py`, `--on cpu --seed 0`",
         "zh": "PyTorch 的示例，`distributed/FSDP2/example.py`，`--on cpu --seed 0`",
     },
+    "lightning-transformer": {
+        "en": "Lightning, its example `pytorch/basics/transformer.py` with `PL_TRAINER_DEVICES=2 "
+        "PL_TRAINER_ACCELERATOR=cpu "
+        "PL_TRAINER_STRATEGY=ddp` before it, and `PL_TRAINER_DEVICES=1` alone; a text of words in random order",
+        "zh": "Lightning 的示例 `pytorch/basics/transformer.py`，前面加 `PL_TRAINER_DEVICES=2 "
+        "PL_TRAINER_ACCELERATOR=cpu "
+        "PL_TRAINER_STRATEGY=ddp`，单独运行时 `PL_TRAINER_DEVICES=1`；文本由随机排列的单词组成",
+    },
+    "tensor-parallel": {
+        "en": "PyTorch's examples, `distributed/tensor_parallelism/tensor_parallel_example.py`, `--on cpu --seed 0 "
+        "--alone-processes 2`",
+        "zh": "PyTorch 的示例，`distributed/tensor_parallelism/tensor_parallel_example.py`，`--on cpu --seed 0 "
+        "--alone-processes 2`",
+    },
+    "sequence-parallel": {
+        "en": "PyTorch's examples, `distributed/tensor_parallelism/sequence_parallel_example.py`, `--on cpu "
+        "--seed 0`",
+        "zh": "PyTorch 的示例，`distributed/tensor_parallelism/sequence_parallel_example.py`，`--on cpu --seed 0`",
+    },
+    "fsdp-tp": {
+        "en": "PyTorch's examples, `distributed/tensor_parallelism/fsdp_tp_example.py`, `--on cpu "
+        "--alone-processes 2`",
+        "zh": "PyTorch 的示例，`distributed/tensor_parallelism/fsdp_tp_example.py`，`--on cpu --alone-processes 2`",
+    },
+    "glue": {
+        "en": "[transformers](https://github.com/huggingface/transformers), `run_glue_no_trainer.py "
+        "--max_train_steps 6 "
+        "--per_device_train_batch_size 8 --seed 1`, with `ACCELERATE_USE_CPU=true` before it; a BERT of two "
+        "layers of 32",
+        "zh": "[transformers](https://github.com/huggingface/transformers)，`run_glue_no_trainer.py "
+        "--max_train_steps 6 "
+        "--per_device_train_batch_size 8 --seed 1`，前面加 `ACCELERATE_USE_CPU=true`；两层、宽 32 的 BERT",
+    },
+    "sentence-transformers": {
+        "en": "[sentence-transformers](https://github.com/huggingface/sentence-transformers), "
+        "`training/nli/training_nli.py`, `--on cpu --seed 0`; the same BERT, random pairs of sentences",
+        "zh": "[sentence-transformers](https://github.com/huggingface/sentence-transformers)，"
+        "`training/nli/training_nli.py`，`--on cpu --seed 0`；同一个 BERT，随机的句子对",
+    },
+    "pyg": {
+        "en": "[PyG](https://github.com/pyg-team/pytorch_geometric), its example `pytorch_lightning/gin.py`, "
+        "`--on cpu "
+        "--seed 0`; 300 random graphs",
+        "zh": "[PyG](https://github.com/pyg-team/pytorch_geometric)，其示例 `pytorch_lightning/gin.py`，`--on cpu "
+        "--seed 0`；300 个随机图",
+    },
 }
 WORDS: Mapping[str, Mapping[str, str]] = {
     "en": {

@@ -229,6 +229,22 @@ def test_an_optimizer_whose_state_not_all_ranks_have_loaded_is_told_by_them(tmp_
     assert verdict(tmp_path / "right", one, *halves(2)).same_step
 
 
+def test_rates_that_are_hardly_apart_are_shown_with_the_digits_that_differ_and_what_that_means(
+    tmp_path: Path,
+) -> None:
+    def at(rate: float, *ranks: Record) -> list[Record]:
+        return [replace(each, steps=[each.steps[0], replace(each.steps[1], lr=rate)]) for each in ranks]
+
+    near = verdict(tmp_path / "near", *at(0.003, alone(2)), *at(0.0030000126, *halves(2)))
+    assert near.finding is not None
+    assert "the learning rate is 0.00300001 instead of 0.003" in near.finding.line
+    assert any("4e-06 of one apart in step 2" in note.en for note in near.notes)
+    far = verdict(tmp_path / "far", *at(0.003, alone(2)), *at(0.004, *halves(2)))
+    assert far.finding is not None
+    assert "the learning rate is 0.004 instead of 0.003" in far.finding.line
+    assert not any("of one apart" in note.en for note in far.notes)
+
+
 def test_a_rate_ends_where_it_is_0_and_not_where_another_optimizer_goes_on(tmp_path: Path) -> None:
     def told(found: Verdict) -> bool:
         return any("learning rate is 0" in note.en for note in found.notes)

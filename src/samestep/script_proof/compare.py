@@ -356,6 +356,7 @@ class _Comparison:
             notes=[
                 *self._notes(samples),
                 *self._schedule_note(finding),
+                *_slow_note(finding),
                 *_blunt_note(numbers),
                 *_coarse_note(limits.get("gradient")),
             ],
@@ -727,6 +728,19 @@ _MEASURED: Mapping[str, Words] = {
     ),
 }
 _BLUNT = 0.01  # of a gradient
+
+
+_SLOW = 1e-3  # of a rate
+
+
+def _slow_note(finding: Finding | None) -> Iterator[Words]:
+    """What a rate that is a little other says of the rest of the training."""
+    if finding is not None and finding.kind == "learning-rate" and finding.relative < _SLOW:
+        yield Words(
+            "the rates are {relative:.1g} of one apart in step {step}, which changes little; where they come from "
+            "schedules of unlike lengths, they go further apart with each step",
+            "第 {step} 步的学习率相差 {relative:.1g}，影响很小；如果原因是调度长度不同，之后每一步会相差更多",
+        ).format(relative=finding.relative, step=finding.step)
 
 
 def _blunt_note(steps: Sequence[StepNumbers]) -> Iterator[Words]:

@@ -350,6 +350,22 @@ KINDS: Mapping[str, Words] = {
 }
 
 
+class _Shown(str):
+    """A number as it is shown, whatever format a text has for it."""
+
+    def __format__(self, format_spec: str) -> str:
+        return str(self)
+
+
+def _told_apart(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Facts whose two numbers are shown with as many digits as tell them apart."""
+    one, other = facts.get("alone"), facts.get("split")
+    if not isinstance(one, float) or not isinstance(other, float) or f"{one:.4g}" != f"{other:.4g}" or one == other:
+        return facts
+    digits = next(digits for digits in range(5, 18) if f"{one:.{digits}g}" != f"{other:.{digits}g}")
+    return {**facts, "alone": _Shown(f"{one:.{digits}g}"), "split": _Shown(f"{other:.{digits}g}")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """A difference, and what it looks like."""
@@ -363,7 +379,7 @@ class Finding:
 
     @property
     def words(self) -> Words:
-        return KINDS[self.kind].format(**self.facts)
+        return KINDS[self.kind].format(**_told_apart(self.facts))
 
     @property
     def place(self) -> Words:
