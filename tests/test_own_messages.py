@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,9 +213,9 @@ def test_a_backward_inside_of_the_backward_is_refused(told: Mapping[str, str], n
     assert "use one process" in told[name]
 
 
-def test_one_process_takes_it_and_a_seed_is_no_draw() -> None:
+def test_one_process_takes_it_and_a_seed_is_no_draw(tmp_path: Path) -> None:
     recipe = samestep.Recipe(task=TakenAgain(), batch=8, steps=2, optimizer=samestep.SGD(lr=0.1))
-    assert samestep.train(recipe, threads=1, tensorboard=False).steps == 2
+    assert samestep.train(recipe, threads=1, tensorboard=False, folder=tmp_path).steps == 2
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("right", "synch"))])
