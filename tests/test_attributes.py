@@ -155,7 +155,7 @@ class KeepsOutside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         global _scale
-        import first_imported_in_a_forward as library
+        import first_imported_in_a_forward as library  # pyright: ignore[reportMissingImports]
 
         if _scale is None:
             _scale = torch.full((4,), 2.0)

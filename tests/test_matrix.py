@@ -1,6 +1,7 @@
 """`samestep verify --layouts`: a table of many jobs under many layouts."""
 
 import json
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,28 +132,40 @@ def test_a_model_is_followed_once_a_rank_for_all_layouts_of_a_size(tmp_path: Pat
 
 
 class RefusedByOne(nn.Linear):
-    """A layer that one rank of several refuses."""
+    """A layer that one rank of several refuses in a pipeline."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 1:
+        in_stage = any(Path(frame.filename).parent.name == "pipeline" for frame in traceback.extract_stack())
+        if in_stage and dist.get_world_size() > 1 and dist.get_rank() == 1:
             raise samestep.UserError("planted on rank 1")
         return super().forward(input)
 
 
 class RefusedByOnePoints(Points):
+    def __init__(self, notes: Path) -> None:
+        super().__init__()
+        self.notes = notes
+
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), RefusedByOne(4, self.classes))
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            with self.notes.open("a") as file:
+                file.write("built\n")
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), RefusedByOne(4, self.classes))
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-def test_what_one_rank_refuses_ends_the_others() -> None:
-    recipe = samestep.Recipe(task=RefusedByOnePoints(), batch=10, steps=2, optimizer=samestep.AdamW(lr=1e-2))
+def test_what_one_rank_refuses_ends_the_others_and_what_was_proved_stays(tmp_path: Path) -> None:
+    task = RefusedByOnePoints(tmp_path / "notes")
+    recipe = samestep.Recipe(task=task, batch=10, steps=2, optimizer=samestep.AdamW(lr=1e-2))
     job = Job(recipe=recipe, run=Run(threads=1, check=False))
-    rows = api.verify_layouts(job, ["pp2", "dp2", "zero1x2"], steps=2)
-    assert [row.verdict for row in rows] == ["refused"] * 3, [row.words for row in rows]
-    assert all(row.reason and "planted on rank 1" in row.reason for row in rows)
+    rows = api.verify_layouts(job, ["dp2", "zero1x2", "pp2", "fsdp2"], steps=2)
+    expected = ["same", "same", "refused", "same"]
+    assert [row.verdict for row in rows] == expected, [row.words for row in rows]
+    assert "planted on rank 1" in (rows[2].reason or "")
+    # Three layouts in the first start, one alone, and one in the last; on two ranks each.
+    assert len(task.notes.read_text().splitlines()) == 2 * (3 + 1 + 1)
 
 
 def test_the_sets_are_layouts_of_at_most_eight_ranks() -> None:

@@ -392,15 +392,27 @@ def _check_splits(_: Job, layout: Layout, *, text: str) -> None:
 
 
 def _rows(layouts: Mapping[str, Ready], steps: int, expected: Reference) -> dict[str, MatrixRow]:
-    """Verify layouts of one world size with one start of ranks; after a failure, with a start for each layout."""
+    """Verify layouts of one world size with one start of ranks.
+
+    A layout at which the ranks end is tried with a start of its own, which tells why; those after it with another.
+    """
     try:
-        return _in_one_start(layouts, steps, expected)
+        with TemporaryDirectory(prefix="samestep-verify-") as folder:
+            kept = Path(folder) / "proofs"
+            how = (*_several(layouts), steps, expected, kept)
+            try:
+                return _as_rows(layouts, _on_ranks(rank_tasks.verify_rank_many, *how))
+            except (UserError, RankFailedError):
+                if len(layouts) == 1:
+                    raise
+                # Ranks that a launcher has started go on together, and only one of them has the file.
+                done = [] if environment.ranks() is not None else rank_tasks.proofs_in(kept)
+        rows = _as_rows(layouts, done)
+        left = list(layouts.items())[len(done) :]
+        for part in (left[:1], left[1:]):
+            rows |= _rows(dict(part), steps, expected) if part else {}
+        return rows
     except (UserError, RankFailedError) as error:
-        if len(layouts) > 1:
-            rows: dict[str, MatrixRow] = {}
-            for text, ready in layouts.items():
-                rows |= _rows({text: ready}, steps, expected)
-            return rows
         # The job has passed with one process, so a UserError is about the layout.
         ((text, ready),) = layouts.items()
         name, message = job_name(ready.job), str(error)
@@ -423,11 +435,10 @@ def _usages(layouts: Mapping[str, Ready]) -> dict[str, Sequence[Usage] | str]:
     return dict(zip(layouts, usages, strict=True))
 
 
-def _in_one_start(layouts: Mapping[str, Ready], steps: int, expected: Reference) -> dict[str, MatrixRow]:
-    """Verify several layouts of one world size with one start of ranks, which takes longer than the steps."""
-    proofs = _on_ranks(rank_tasks.verify_rank_many, *_several(layouts), steps, expected)
+def _as_rows(layouts: Mapping[str, Ready], proofs: Sequence[rank_tasks.Proved]) -> dict[str, MatrixRow]:
+    """The rows of the first of several layouts, for which there is a proof or a reason."""
     rows: dict[str, MatrixRow] = {}
-    for (text, ready), (proof, seconds) in zip(layouts.items(), proofs, strict=True):
+    for (text, ready), (proof, seconds) in zip(layouts.items(), proofs, strict=False):
         name = job_name(ready.job)
         if isinstance(proof, Proof):
             rows[text] = MatrixRow(job=name, layout=text, proof=proof, seconds=seconds)

@@ -3,6 +3,7 @@
 Each function is called in every rank with the same job and layout, and joins the ranks' process group.
 """
 
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -169,11 +170,14 @@ def bits_rank(ready: Ready, steps: int, folder: Path, threads: int | None) -> Bi
         return take_bits(ready.job, ready.task, world, ready.layout, steps, folder, fast)
 
 
+Proved = tuple[Proof | str, float]  # a proof, or why a layout was refused, and its seconds
+
+
 def verify_rank_many(
-    ready: Ready, layouts: Sequence[Layout], steps: int, expected: Reference
-) -> list[tuple[Proof | str, float]]:
-    """Verify several layouts in turn; return each proof, or why it was refused, with its seconds."""
-    proofs: list[tuple[Proof | str, float]] = []
+    ready: Ready, layouts: Sequence[Layout], steps: int, expected: Reference, kept: Path
+) -> list[Proved]:
+    """Verify several layouts in turn. `kept`: the file in which rank 0 leaves what there is after each."""
+    proofs: list[Proved] = []
     with phases.running(_title("verify", "ranks")), joined(ready.job) as world:
         groups = GroupPool()
         task, findings = ready.task, Findings()  # reading the data may take longer than a proof
@@ -184,7 +188,15 @@ def verify_rank_many(
             with phases.phase(f"layout {number} of {len(layouts)}, {layout}"):
                 result = _or_refusal(proof, groups, number, len(layouts))
             proofs.append((result, time.perf_counter() - began))
+            if world.rank == 0:
+                kept.with_suffix(".new").write_bytes(pickle.dumps(proofs))
+                kept.with_suffix(".new").replace(kept)
     return proofs
+
+
+def proofs_in(kept: Path) -> list[Proved]:
+    """What `verify_rank_many` has left in a folder that this process has made; nothing where it came to no proof."""
+    return pickle.loads(kept.read_bytes()) if kept.exists() else []
 
 
 def on_its_cores(own: Sequence[Binding], work: str | None, function: Callable[..., Any], *arguments: Any) -> Any:
