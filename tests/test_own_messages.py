@@ -215,7 +215,7 @@ def test_a_backward_inside_of_the_backward_is_refused(told: Mapping[str, str], n
 
 def test_one_process_takes_it_and_a_seed_is_no_draw(tmp_path: Path) -> None:
     recipe = samestep.Recipe(task=TakenAgain(), batch=8, steps=2, optimizer=samestep.SGD(lr=0.1))
-    assert samestep.train(recipe, threads=1, tensorboard=False, folder=tmp_path).steps == 2
+    assert samestep.train(recipe, threads=1, log=(), folder=tmp_path).steps == 2
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("right", "synch"))])

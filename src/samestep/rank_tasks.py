@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -42,7 +41,7 @@ from samestep.verification.proof import Proof, Reference, hold_against
 T = TypeVar("T")
 
 # How long a rank that refuses a layout waits for the others to refuse it as well.
-_OTHERS_REFUSE = timedelta(seconds=10)
+_OTHERS_REFUSE = 10.0  # seconds
 # Steps that are not timed: state and buffers are made in two of them, and bytes are counted in the third.
 _UNTIMED = 3
 
@@ -106,10 +105,13 @@ def _all_refuse(number: int) -> bool:
     """Whether every rank refuses an attempt, within some seconds. Called by the ranks that do."""
     store, ranks = default_store(), dist.get_world_size()
     store.set(f"refused/{number}/{dist.get_rank()}", "")
-    try:
-        store.wait([f"refused/{number}/{rank}" for rank in range(ranks)], _OTHERS_REFUSE)
-    except dist.DistError:
-        return False
+    all_ranks = [f"refused/{number}/{rank}" for rank in range(ranks)]
+    until = time.monotonic() + _OTHERS_REFUSE
+    # Not `store.wait`, which prints warnings of its sockets when the time is over.
+    while not store.check(all_ranks):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
     return True
 
 

@@ -177,7 +177,7 @@ def _rounding(trial: Trial) -> dict[_Quantity, float]:
     for seed in range(2):
         with _last_bits_changed(trial, seed):
             apart = _relative(before, trial.loss_and_gradients())
-        most = {quantity: max(most[quantity], each) for quantity, each in zip(most, apart, strict=True)}
+        most = {quantity: max(most[quantity], value) for quantity, value in zip(most, apart, strict=True)}
     return most
 
 

@@ -121,8 +121,8 @@ def _forget_results(value: Any) -> None:
     cached = getattr(value, "__func__", value)  # of a static or class method
     if isinstance(cached, _Cached) and cached.cache_info().currsize:
         # The dictionary of results, or links to them, among what belongs to the function itself.
-        held = [each for each in gc.get_referents(cached) if not isinstance(each, (ModuleType, FunctionType, type))]
-        if any(_without_values(gc.get_referents(each)) for each in held):
+        parts = [part for part in gc.get_referents(cached) if not isinstance(part, (ModuleType, FunctionType, type))]
+        if any(_without_values(gc.get_referents(part)) for part in parts):
             cached.cache_clear()
 
 
