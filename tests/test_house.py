@@ -445,6 +445,8 @@ MAY_LOAD = {
     "engines/deepspeed/trainer.py": {"self.engine.load_checkpoint"},
     # Ranks read the call that their own starting process wrote, into a folder that only this user opens.
     "launch/worker.py": {"pickle.loads"},
+    # What ranks of this process have left in a folder that only this user opens.
+    "rank_tasks.py": {"pickle.loads"},
     # With a loader made of PyYAML's SafeLoader.
     "yaml_loader.py": {"yaml.load"},
 }

@@ -26,6 +26,7 @@ from samestep.errors import (
 from samestep.fault_tolerance.lease import Held
 from samestep.fault_tolerance.policy import again, needs_ranks, restart_begins_at_zero
 from samestep.fault_tolerance.rank import RankSupervision, Round
+from samestep.fault_tolerance.scratch import scratch
 from samestep.job import Job, Run
 from samestep.launch import fork_server, local
 from samestep.launch.affinity import bindings, this_machine, threads_of
@@ -397,8 +398,8 @@ def _rows(layouts: Mapping[str, Ready], steps: int, expected: Reference) -> dict
     A layout at which the ranks end is tried with a start of its own, which tells why; those after it with another.
     """
     try:
-        with TemporaryDirectory(prefix="samestep-verify-") as folder:
-            kept = Path(folder) / "proofs"
+        with scratch("samestep-verify-") as folder:
+            kept = folder / "proofs"
             how = (*_several(layouts), steps, expected, kept)
             try:
                 return _as_rows(layouts, _on_ranks(rank_tasks.verify_rank_many, *how))
