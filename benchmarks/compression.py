@@ -127,7 +127,7 @@ def overrides(method: str, steps: int, folder: Path, further: Sequence[str]) -> 
         ("recipe.steps", str(steps)),
         ("recipe.communication", json.dumps(METHODS[method](steps))),
         ("run.folder", str(folder)),
-        ("run.tensorboard", "false"),
+        ("run.log", "[]"),
         ("run.sparse_rows", "off"),  # whole gradients are the baseline
         *((key, value) for key, _, value in (each.partition("=") for each in further)),
     ]
