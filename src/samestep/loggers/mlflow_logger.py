@@ -1,9 +1,15 @@
-"""MLflow: https://mlflow.org. `args` go to `mlflow.start_run`; the server is MLFLOW_TRACKING_URI, or a local file."""
+"""MLflow: https://mlflow.org. `args` has `tracking_uri` and `tags`.
 
+Without a URI there, MLFLOW_TRACKING_URI says which server; without that, a database in the run's folder, which
+mlflow-skinny can't open.
+"""
+
+import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
-import mlflow  # pyright: ignore[reportMissingImports]
+from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
 from samestep.job import Log
@@ -16,8 +22,10 @@ class MLflow(Logger):
     """One run of MLflow, by a client of its own: nothing of it is active in the process beside."""
 
     def __init__(self, settings: Log, run: LoggedRun) -> None:
-        uri = settings.args.get("tracking_uri") or mlflow.get_tracking_uri()
+        local = f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
+        uri = settings.args.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI", local)
         self._client = MlflowClient(tracking_uri=uri)
+        self._sent: Any = None  # the last numbers, which a thread of MLflow sends
         if run.identity is not None:
             self.identity = self._client.get_run(run.identity).info.run_id
             return
@@ -36,14 +44,16 @@ class MLflow(Logger):
         """Nothing can be missing."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self.identity, name, value, step=step, synchronous=False)
+        now = int(time.time() * 1000)
+        points = [Metric(name, value, now, step) for name, value in values.items()]
+        self._sent = self._client.log_batch(self.identity, metrics=points, synchronous=False)
 
     def text(self, step: int, name: str, text: str) -> None:
         self._client.log_text(self.identity, text, f"{name}/step-{step}.txt")
 
     def close(self, *, failed: bool) -> None:
-        mlflow.flush_async_logging()
+        if self._sent is not None:
+            self._sent.wait()  # they are sent in order
         self._client.set_terminated(self.identity, "FAILED" if failed else "FINISHED")
 
 

@@ -18,9 +18,9 @@ class SwanLab(Logger):
     def __init__(self, settings: Log, run: LoggedRun) -> None:
         arguments = {
             "project": settings.project or "samestep",
-            "experiment_name": settings.name or run.name,
+            "name": settings.name or run.name,
             "config": dict(run.config),
-            "logdir": str(run.folder / "swanlab"),
+            "log_dir": str(run.folder / "swanlab"),
             "id": run.identity,
             "resume": "allow" if run.identity is not None else None,
             **settings.args,
