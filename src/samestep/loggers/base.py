@@ -16,6 +16,7 @@ class LoggedRun:
     folder: Path  # of the run
     name: str  # of the job, or of the task
     config: Mapping[str, Any]  # the job as in a job file
+    environ: Mapping[str, str]
     first_step: int = 0  # above 0 after a resume: what an earlier start has sent of this step and later ones is stale
     identity: str | None = None  # what an earlier start of the same run has left in `Logger.identity`
 

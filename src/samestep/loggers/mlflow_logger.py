@@ -4,7 +4,6 @@ Without a URI there, MLFLOW_TRACKING_URI says which server; without that, a data
 mlflow-skinny can't open.
 """
 
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +22,7 @@ class MLflow(Logger):
 
     def __init__(self, settings: Log, run: LoggedRun) -> None:
         local = f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
-        uri = settings.args.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI", local)
+        uri = settings.args.get("tracking_uri") or run.environ.get("MLFLOW_TRACKING_URI", local)
         self._client = MlflowClient(tracking_uri=uri)
         self._sent: Any = None  # the last numbers, which a thread of MLflow sends
         if run.identity is not None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from samestep import file_errors
+from samestep import environment, file_errors
 from samestep.data.loader import StepBatch
 from samestep.errors import UserError
 from samestep.fault_tolerance.lease import Held
@@ -153,7 +153,8 @@ class Records:
             return
         try:
             self._open(folder, first_step)
-            run = LoggedRun(folder=folder, name=name, config=config, first_step=first_step)
+            environ = environment.snapshot()
+            run = LoggedRun(folder=folder, name=name, config=config, environ=environ, first_step=first_step)
             self._loggers = OpenLoggers(log, run)
         except UserError:
             self._close()
