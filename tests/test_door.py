@@ -19,6 +19,7 @@ import samestep
 from samestep import door
 from samestep.job import Job, Run
 from samestep.launch import fork_server, local
+from samestep.layout import Layout
 from samestep.options import Options, OwnLoopOptions
 from samestep.recipe import Recipe
 from samestep.training import fit
@@ -107,6 +108,33 @@ def test_each_check_is_made_once_a_start(start: Callable[[str], None]) -> None:
             start(layout)
         assert repeated(counts) == {}
         assert {name: counts[name] for name in once} == dict.fromkeys(once, 1)
+
+
+@contextmanager
+def files_given(layout: str) -> Iterator[set[str]]:
+    """The modules of samestep with a function that gets a layout, as text or parsed, in this process."""
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and (module := frame.f_globals.get("__name__", "")).startswith("samestep."):
+            code = frame.f_code
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            if any(isinstance(value := frame.f_locals.get(name), Layout) or value == layout for name in names):
+                files.add(module)
+
+    sys.setprofile(note)
+    try:
+        yield files
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_layout_passes_through_few_files_before_ranks_start(start: Callable[[str], None]) -> None:
+    start("single")
+    with files_given("dp2") as files:
+        start("dp2")
+    assert "samestep.layout" in files
+    assert len(files) <= 20, sorted(files)  # 12 as this is written
 
 
 def test_a_process_builds_its_task_once_and_sends_none() -> None:
