@@ -1,7 +1,6 @@
 """Autocast to bfloat16, and a hook that divides the head's gradient by the ranks once more.
 
-kind: some-gradients-scaled
-module: head
+kind: backward-differs
 """
 
 import torch
