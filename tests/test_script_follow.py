@@ -146,6 +146,23 @@ def test_a_schedule_that_follows_samples_is_said(tmp_path: Path, own: list[float
     assert any("the schedule follows samples" in note.en for note in found.notes) is follows
 
 
+def test_a_schedule_that_follows_samples_to_an_early_end_is_not_excused(tmp_path: Path) -> None:
+    def with_rates(each: Record, rates: list[float]) -> Record:
+        steps = [replace(step, lr=rate) for step, rate in zip(each.steps, rates, strict=True)]
+        return replace(each, steps=steps)
+
+    halves = [[[0], [2], [4], [6]]], [[[1], [3], [5], [7]]]
+    folder = records.runs(
+        tmp_path,
+        alone=with_rates(record([[[0, 1], [2, 3], [4, 5], [6, 7]]]), [0.4, 0.3, 0.2, 0.1]),
+        split=[with_rates(record(half), [0.4, 0.2, 0.0, 0.0]) for half in halves],
+    )
+    records.write(folder / "alone-own", [with_rates(record([[[0], [1], [2], [3]]]), [0.4, 0.3, 0.2, 0.1])])
+    notes = [note.en for note in compare_runs(folder).notes]
+    assert any("learning rate is 0 from step 3 on" in note for note in notes)
+    assert not any("the schedule follows samples" in note for note in notes)
+
+
 def written(**runs: Sequence[Record]) -> Starter:
     """A starter that writes records in place of runs: of each name's starts the ranks, one after the other."""
     left = {name.replace("_", "-"): list(ranks) for name, ranks in runs.items()}

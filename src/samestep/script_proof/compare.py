@@ -690,7 +690,7 @@ class _Comparison:
             )
         if finding.kind != "schedule-steps":
             return
-        if follows_samples(self.own, self.split, finding.facts["by"]):
+        if rate_ends(self.split) is None and follows_samples(self.own, self.split, finding.facts["by"]):
             yield Words(
                 "after as many samples the learning rate is that of one process with its own, smaller batches: the "
                 "schedule follows samples, not steps",
