@@ -71,6 +71,7 @@ def test_trained_exported_loaded_and_asked(
 ) -> None:
     file = job_file(tmp_path, model, rows, **({} if adapter is None else {"adapter": adapter}))
     assert main(["train", str(file)]) == 0
+    assert "rows 64, format conversations (messages), counts assistant, cut 0, dropped 0" in capsys.readouterr().err
     folder, run = tmp_path / "exported", tmp_path / "run"
     merge = [] if adapter is None else ["--merge"]
     assert main(["checkpoint", "export", str(run), str(folder), "--to", "hugging-face", *merge]) == 0

@@ -28,6 +28,7 @@ from samestep.tasks.causal_lm import DecoderModel, LanguageData
 from samestep.tasks.chat import ChatData
 from samestep.tasks.chat_model import ChatModel
 from samestep.tasks.image_classification import ImageData, ImageModel
+from samestep.tasks.preference import Preference
 from samestep.tasks.regression import Regression
 from samestep.tasks.text_classification import TextData, TextModel
 from samestep.variables import NAMED
@@ -53,7 +54,10 @@ TASK_SECTIONS: Mapping[str, tuple[type, type]] = {
     "causal-lm": (LanguageData, DecoderModel),
     "chat": (ChatData, ChatModel),
     "image-classification": (ImageData, ImageModel),
+    "preference": (ChatData, ChatModel),
 }
+# Those that take arguments of their own.
+TASK_ARGUMENTS: Mapping[str, type] = {"preference": Preference, "regression": Regression}
 TABLES = (
     KeyTable(name="recipe", page=RECIPE, sections=[(Recipe, "recipe")]),
     *(
@@ -79,8 +83,9 @@ TABLES = (
     *(
         KeyTable(name=task, page=RECIPE, sections=[(data, "recipe.data"), (model, "recipe.model")])
         for task, (data, model) in TASK_SECTIONS.items()
+        if task != "preference"  # it has the keys of chat
     ),
-    KeyTable(name="regression", page=RECIPE, sections=[(Regression, "recipe.args")]),
+    *(KeyTable(name=name, page=RECIPE, sections=[(task, "recipe.args")]) for name, task in TASK_ARGUMENTS.items()),
 )
 
 
@@ -98,7 +103,7 @@ def job_schema() -> dict[str, Any]:
     schema = TypeAdapter(Job).json_schema()
     for section in (part for pair in TASK_SECTIONS.values() for part in pair):
         schema["$defs"][section.__name__] = TypeAdapter(section).json_schema()
-    schema["$defs"]["Regression"] = _arguments(Regression)
+    schema["$defs"] |= {task.__name__: _arguments(task) for task in TASK_ARGUMENTS.values()}
     _normalize(schema)
     sections = schema["$defs"]
     known = meanings()
@@ -125,6 +130,7 @@ def _arguments(task: type) -> dict[str, Any]:
     properties = {
         name: {**TypeAdapter(hints[name]).json_schema(), "default": parameter.default}
         for name, parameter in inspect.signature(task).parameters.items()
+        if name not in ("data", "model")  # sections of the recipe
     }
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
@@ -170,7 +176,7 @@ def _name_tasks_and_engines(sections: dict[str, Any]) -> None:
         then = {
             "data": {"$ref": f"#/$defs/{data.__name__}"} if data else empty,
             "model": {"$ref": f"#/$defs/{model.__name__}"} if model else empty,
-            "args": {"$ref": "#/$defs/Regression"} if task == "regression" else empty,
+            "args": {"$ref": f"#/$defs/{TASK_ARGUMENTS[task].__name__}"} if task in TASK_ARGUMENTS else empty,
         }
         named = {"required": ["task"], "properties": {"task": {"const": task}}}
         recipe["allOf"].append({"if": named, "then": {"properties": then}})

@@ -6,6 +6,7 @@ that is imported for the first time gets its line here.
 
 from transformers.configuration_utils import PreTrainedConfig as PreTrainedConfig
 from transformers.data.data_collator import default_data_collator as default_data_collator
+from transformers.generation.configuration_utils import GenerationConfig as GenerationConfig
 from transformers.modeling_utils import PreTrainedModel as PreTrainedModel
 from transformers.models.albert.configuration_albert import AlbertConfig as AlbertConfig
 from transformers.models.albert.modeling_albert import (
@@ -63,6 +64,8 @@ from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig as Gp
 from transformers.models.jamba.configuration_jamba import JambaConfig as JambaConfig
 from transformers.models.llama.configuration_llama import LlamaConfig as LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM as LlamaForCausalLM
+from transformers.models.mamba.configuration_mamba import MambaConfig as MambaConfig
+from transformers.models.mamba.modeling_mamba import MambaForCausalLM as MambaForCausalLM
 from transformers.models.marian.configuration_marian import MarianConfig as MarianConfig
 from transformers.models.marian.modeling_marian import MarianMTModel as MarianMTModel
 from transformers.models.mistral.configuration_mistral import MistralConfig as MistralConfig
@@ -75,6 +78,8 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config as Qwen3Co
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM as Qwen3ForCausalLM
 from transformers.models.resnet.configuration_resnet import ResNetConfig as ResNetConfig
 from transformers.models.resnet.modeling_resnet import ResNetForImageClassification as ResNetForImageClassification
+from transformers.models.rwkv.configuration_rwkv import RwkvConfig as RwkvConfig
+from transformers.models.rwkv.modeling_rwkv import RwkvForCausalLM as RwkvForCausalLM
 from transformers.models.siglip.configuration_siglip import SiglipConfig as SiglipConfig
 from transformers.models.siglip.modeling_siglip import SiglipModel as SiglipModel
 from transformers.models.swin.configuration_swin import SwinConfig as SwinConfig

@@ -206,7 +206,7 @@ class Encoder:
 
     def key(self) -> Sequence[str]:
         """What decides the tokens of a row besides the row."""
-        rules = self.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+        rules: Any = self.tokenizer.backend_tokenizer
         rules.no_padding()
         rules.no_truncation()
         special = str(sorted(self.tokenizer.special_tokens_map.items(), key=str))
@@ -310,7 +310,7 @@ class Encoder:
 
     def _marked(self, chat: _Conversation, place: str, length: int) -> NDArray[np.bool_]:
         """What counts by the template's generation marks, [tokens]."""
-        encoded = self.tokenizer.apply_chat_template(
+        encoded: Any = self.tokenizer.apply_chat_template(
             [dict(message) for message in chat.messages],
             tools=chat.tools,
             return_dict=True,

@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -272,8 +273,7 @@ def _of_split(data: Any, split: str | None, name: str, where: str) -> Any:
 def _datasets(what: str) -> Any:
     """Hugging Face's `datasets`, without its bars."""
     need(what, "datasets")
-    import datasets
-
+    datasets: Any = import_module("datasets")
     datasets.disable_progress_bars()
     return datasets
 

@@ -2,8 +2,9 @@
 
 Read `base` first (what a task is), then `regression`, the smallest. `registry` builds a recipe's task.
 
-- `text_classification`, `causal_lm`, `chat` with `chat_model`, `image_classification`; `transformers_model` and
-  `metrics` are what they share, `reading` how they read their samples, `prediction` what they make of them.
+- `text_classification`, `causal_lm`, `chat` with `chat_model`, `preference`, `image_classification`;
+  `transformers_model` and `metrics` are what they share, `reading` how they read their samples, `prediction` what
+  they make of them.
 - `huggingface`: a model with its own loss; `model_facts` and `model_loss` find out by trying what it takes and how
   its loss counts, on the rows that `first_rows` chooses, among the kinds of `loss_terms`; `weighted_terms` has
   losses that are sums of such, `contrastive` those of two towers. `memory_budget`: models too large for one process.
@@ -21,13 +22,19 @@ TASKS = {
     "causal-lm": "samestep.tasks.causal_lm:CausalLM",
     "chat": "samestep.tasks.chat:Chat",
     "image-classification": "samestep.tasks.image_classification:ImageClassification",
+    "preference": "samestep.tasks.preference:Preference",
     "regression": "samestep.tasks.regression:Regression",
     "text-classification": "samestep.tasks.text_classification:TextClassification",
 }
 
 # Packages that tasks need besides those of samestep itself.
 _OF_TEXT = ("transformers", "tokenizers")
-PACKAGES: Mapping[str, tuple[str, ...]] = {"causal-lm": _OF_TEXT, "chat": _OF_TEXT, "text-classification": _OF_TEXT}
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "causal-lm": _OF_TEXT,
+    "chat": _OF_TEXT,
+    "preference": _OF_TEXT,
+    "text-classification": _OF_TEXT,
+}
 
 __all__ = ["PACKAGES", "TASKS", "HuggingFace"]
 

@@ -25,6 +25,7 @@ from samestep.errors import UserError
 from samestep.field_types import STRICT, Positive, Real, Whole
 from samestep.layout import ModelShape
 from samestep.limits import MOST_LENGTH
+from samestep.progress import phases
 from samestep.tasks import chat_model
 from samestep.tasks.base import Task, Work
 from samestep.tasks.causal_lm import cross_entropy, language_metrics, loss_of_rows
@@ -80,6 +81,7 @@ class Chat(Task):
 
     def check(self) -> None:
         """Raise UserError for what is wrong with the data, or where model and data don't fit."""
+        phases.say(f"{self._data.source}: {self.reading().sentence}", once="rows")
         if not len(self.train_set()):
             raise UserError(
                 f"{self._data.source}: nothing counts in any of its {len(self._rows):,} rows within "
@@ -149,14 +151,14 @@ class Chat(Task):
             for total, count in zip(sums.tolist(), counts.tolist(), strict=True)
         ]
 
-    def predict(self, model: Model, wanted: ToPredict) -> Iterator[Prediction]:
+    def predict(self, model: Model, request: ToPredict) -> Iterator[Prediction]:
         """The loss of each held-out sample; or an answer to each line of a file."""
-        if wanted.file is None:
-            yield from super().predict(model, wanted)
+        if request.file is None:
+            yield from super().predict(model, request)
             return
-        for text in lines_of(wanted.file):
+        for text in lines_of(request.file):
             messages = [{"role": "user", "content": text}]
-            answer = "".join(self.answer(model, messages, wanted.new_tokens)) if text else ""
+            answer = "".join(self.answer(model, messages, request.new_tokens)) if text else ""
             yield {"text": text, "answer": answer}
 
     def answer(
@@ -351,7 +353,8 @@ def check_keeps_apart(model: "PreTrainedModel") -> None:
     """
     import torch
 
-    rows = int(model.get_input_embeddings().weight.shape[0])
+    embeddings: Any = model.get_input_embeddings()
+    rows = int(embeddings.weight.shape[0])
     ids = torch.arange(9) * 7 % rows
     first, second = ids[:5], ids[5:]
     positions = torch.cat([torch.arange(5), torch.arange(4)])

@@ -137,11 +137,12 @@ def _grow(model: "PreTrainedModel", rows: int) -> None:
     """Give the tables of tokens at least so many rows, in place."""
     import torch
 
-    before = model.get_input_embeddings().weight.shape[0]
+    ways: Any = (model.get_input_embeddings, model.get_output_embeddings)
+    before = ways[0]().weight.shape[0]
     if rows <= before:
         return
     model.resize_token_embeddings(grown(rows), mean_resizing=False)
-    tables = {id(each.weight): each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each}
+    tables: dict[int, Any] = {id(each.weight): each for way in ways if (each := way()) is not None}
     with torch.no_grad():
         for table in tables.values():
             table.weight[before:] = table.weight[:before].mean(dim=0)

@@ -23,3 +23,11 @@ class Reading:
     samples: int
     pieces: Callable[[int], Sequence[Piece]]  # of a sample, by its number
     place: Callable[[int], str] = field(default=str)  # where a sample comes from
+
+    @property
+    def sentence(self) -> str:
+        """The facts in a line."""
+        parts = (
+            f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}" for name, value in self.facts.items()
+        )
+        return ", ".join(parts)
