@@ -41,7 +41,7 @@ def job_file(folder: Path, model: Path, rows: Path, **recipe: Any) -> Path:
             "checkpoint": {},
             "device": "cpu",
             "threads": 1,
-            "log": (),
+            "log": [],
         },
     }
     file = folder / "job.yaml"

@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
     job = None if options.job_file is None else jobfile.load(options.job_file).job
     messages = [{"role": "system", "content": options.system}] if options.system else []
     with conversation(options.run_folder, job) as answer:
-        for said in [options.once] if options.once is not None else _lines():
-            messages.append({"role": "user", "content": said})
+        for line in [options.once] if options.once is not None else _lines():
+            messages.append({"role": "user", "content": line})
             written = ""
             for piece in answer(messages, options.new_tokens):
                 print(piece, end="", flush=True)

@@ -235,9 +235,9 @@ def encoded_rows(rows: Rows, numbers: Sequence[int], encoder: Encoder, cache: Da
             "starts": np.array([0, *accumulate(len(row.ids) for row in made)], dtype=np.int64),
         }
 
-    found = _kept("rows", texts_of_rows(rows, numbers), encoder.key(), make, cache).arrays
-    ids, counts = found["ids"].view(np.int32), found["counts"].view(np.bool_)
-    edges = found["starts"].view(np.int64).tolist()
+    arrays = _kept("rows", texts_of_rows(rows, numbers), encoder.key(), make, cache).arrays
+    ids, counts = arrays["ids"].view(np.int32), arrays["counts"].view(np.bool_)
+    edges = arrays["starts"].view(np.int64).tolist()
     return [Tokens(ids=ids[a:b], counts=counts[a:b]) for a, b in pairwise(edges)]
 
 

@@ -58,13 +58,13 @@ class Tokens:
     counts: NDArray[np.bool_]
 
 
-def what_counts(form: Format, asked: TrainOn | None, where: str) -> TrainOn:
+def what_counts(form: Format, choice: TrainOn | None, where: str) -> TrainOn:
     """What of a row counts in the loss. Raises UserError where its format has no such part."""
     if form is Format.TEXT:
-        if asked not in (None, "all"):
-            raise UserError(f"{where} is {asked}, and the rows are {form.value}, of which all counts; leave it out")
+        if choice not in (None, "all"):
+            raise UserError(f"{where} is {choice}, and the rows are {form.value}, of which all counts; leave it out")
         return "all"
-    return asked or ("completion" if form is Format.COMPLETION else _ASSISTANT)
+    return choice or ("completion" if form is Format.COMPLETION else _ASSISTANT)
 
 
 def format_of(rows: Rows, source: str) -> Format:
@@ -73,10 +73,10 @@ def format_of(rows: Rows, source: str) -> Format:
     for form, columns in COLUMNS.items():
         if all(column in row for column in columns):
             return form
-    known = "; ".join(" and ".join(columns) for columns in COLUMNS.values())
+    formats = "; ".join(" and ".join(columns) for columns in COLUMNS.values())
     raise UserError(
         f"{rows.place(0)} has the columns {', '.join(map(str, row)) or 'none'}, which are no format of {source}; "
-        f"known are {known}; name yours in recipe.data.columns, as messages: my_column"
+        f"known are {formats}; name yours in recipe.data.columns, as messages: my_column"
     )
 
 
@@ -132,9 +132,9 @@ def _conversation(row: Row, form: Format, place: str) -> _Conversation | None:
         column = COLUMNS[form][0]
         return _Conversation(messages=messages_of(row[column], column, place), tools=tools)
     if form is Format.INSTRUCTION:
-        asked = "\n".join(filter(None, (_text(row, "instruction", place), str(row.get("input") or ""))))
+        question = "\n".join(filter(None, (_text(row, "instruction", place), str(row.get("input") or ""))))
         answer = {"role": _ASSISTANT, "content": _text(row, "output", place)}
-        return _Conversation(messages=[{"role": "user", "content": asked}, answer], first=1)
+        return _Conversation(messages=[{"role": "user", "content": question}, answer], first=1)
     if form is Format.COMPLETION and not isinstance(row["prompt"], str):
         prompt = messages_of(row["prompt"], "prompt", place)
         completion = messages_of(row["completion"], "completion", place)
@@ -182,8 +182,8 @@ def put_template(tokenizer: "PreTrainedTokenizerBase", named: str | None, where:
         return
     if named in TEMPLATES:
         template = TEMPLATES[named]
-        known = tokenizer.get_vocab()
-        tokenizer.add_tokens([token for token in template.tokens if token not in known], special_tokens=True)
+        vocabulary = tokenizer.get_vocab()
+        tokenizer.add_tokens([token for token in template.tokens if token not in vocabulary], special_tokens=True)
         tokenizer.eos_token = template.end
         tokenizer.chat_template = template.text
         return

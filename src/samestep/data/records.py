@@ -265,8 +265,8 @@ def _of_split(data: Any, split: str | None, name: str, where: str) -> Any:
     if split is None and len(data) == 1:
         return next(iter(data.values()))
     if split not in data:
-        asked = "of which split must name one" if split is None else f'and none is called "{split}"'
-        raise UserError(f"{where} is {name}, which has the splits {', '.join(data)}, {asked}")
+        advice = "of which split must name one" if split is None else f'and none is called "{split}"'
+        raise UserError(f"{where} is {name}, which has the splits {', '.join(data)}, {advice}")
     return data[split]
 
 

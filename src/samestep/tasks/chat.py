@@ -62,10 +62,10 @@ class ChatData:
 
     @model_validator(mode="before")
     @classmethod
-    def _one_way(cls, given: Any) -> Any:
+    def _one_way(cls, values: Any) -> Any:
         why = "is for held-out rows taken from source"
         return refuse_together(
-            refuse_together(given, "eval_source", ["held_out"], why), "eval_split", ["held_out"], why
+            refuse_together(values, "eval_source", ["held_out"], why), "eval_split", ["held_out"], why
         )
 
 
@@ -125,11 +125,11 @@ class Chat(Task):
             length = len(sample.inputs)
             inputs[row, :length], targets[row, :length] = sample.inputs, sample.targets
             positions[row, :length], positions[row, length:] = sample.positions, np.arange(longest - length)
-        given = {"input_ids": torch.from_numpy(inputs)}  # [batch, longest]
+        arguments = {"input_ids": torch.from_numpy(inputs)}  # [batch, longest]
         if self._data.packing:
             # Where positions begin anew, the model's mask keeps documents apart.
-            given["position_ids"] = torch.from_numpy(positions)
-        return Batch(given, torch.from_numpy(targets))
+            arguments["position_ids"] = torch.from_numpy(positions)
+        return Batch(arguments, torch.from_numpy(targets))
 
     def loss(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
         """Cross-entropy summed over the tokens that count, and how many they are."""
@@ -170,18 +170,18 @@ class Chat(Task):
         # The data need not be here.
         encoder = Encoder(tokenizer=self.tokenizer, form=Format.MESSAGES, train_on="assistant")
         seen = encoder.prompt(messages, "the conversation")
-        known: dict[str, Any] = {}
+        memory: dict[str, Any] = {}
         ends = set(self._ends)
         written: list[int] = []
         told = ""
         while len(written) < most:
             inputs = {"input_ids": torch.tensor([seen if remembers else seen[-self._data.length :]])}
-            output = model({**inputs, **known, "use_cache": True} if remembers else inputs)
+            output = model({**inputs, **memory, "use_cache": True} if remembers else inputs)
             following = int(getattr(output, "logits", output)[0, -1].argmax())
             if following in ends:
                 break
             if remembers:
-                known, seen = {"past_key_values": output.past_key_values}, [following]
+                memory, seen = {"past_key_values": output.past_key_values}, [following]
             else:
                 seen = [*seen, following]
             written.append(following)
@@ -316,8 +316,8 @@ class Chat(Task):
     @property
     def _padding(self) -> int:
         """Any id is right: what stands at padding is never looked back at, and its targets are ignored."""
-        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        return next((number for number in known if isinstance(number, int)), 0)
+        candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((number for number in candidates if isinstance(number, int)), 0)
 
     @cached_property
     def _ends(self) -> Sequence[int]:

@@ -100,8 +100,8 @@ def tokenizer_of(model: ChatModel, template: str | None) -> "PreTrainedTokenizer
     if not tokenizer.is_fast:
         raise UserError(f"{_NAME}: {folder} has a tokenizer without tokenizer.json; save a fast one there")
     put_template(tokenizer, template, _TEMPLATE)
-    known = tokenizer.get_vocab()
-    tokenizer.add_tokens([token for token in model.new_tokens if token not in known], special_tokens=True)
+    vocabulary = tokenizer.get_vocab()
+    tokenizer.add_tokens([token for token in model.new_tokens if token not in vocabulary], special_tokens=True)
     return tokenizer
 
 
@@ -166,10 +166,10 @@ def exported(model: ChatModel, tokenizer: "PreTrainedTokenizerBase", rows: int) 
     else:
         generation = GenerationConfig.from_model_config(config)
     ends = generation.eos_token_id
-    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in known:
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in listed:
         # The token behind a message ends an answer, too.
-        generation.eos_token_id = [*known, tokenizer.eos_token_id]
+        generation.eos_token_id = [*listed, tokenizer.eos_token_id]
     if generation.pad_token_id is None:
         generation.pad_token_id = tokenizer.pad_token_id
     return Pretrained(build=AutoModelForCausalLM.from_config, config=config, processors=[tokenizer, generation])
