@@ -131,7 +131,7 @@ class Chat(Task):
             arguments["position_ids"] = torch.from_numpy(positions)
         return Batch(arguments, torch.from_numpy(targets))
 
-    def loss(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
+    def loss(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor | int]":
         """Cross-entropy summed over the tokens that count, and how many they are."""
         return cross_entropy(output, batch.targets, "sum"), (batch.targets != IGNORED).sum()
 
