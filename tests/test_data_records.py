@@ -93,7 +93,7 @@ def test_a_column_that_is_missing_in_a_later_row_is_named_with_its_line(tmp_path
     assert told.startswith(f'{file}:8 has no column "completion" (it has prompt)')
 
 
-@pytest.mark.filterwarnings("ignore:Cannot locate reference")  # of dill, while datasets writes
+@pytest.mark.filterwarnings("ignore:Cannot")  # of dill, while datasets writes
 def test_other_files_are_read_by_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(ROWS)
