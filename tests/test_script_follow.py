@@ -256,5 +256,5 @@ def test_a_script_that_takes_a_rank_for_each_accelerator_is_told_of_one_alone(tm
     def always(starts: Sequence[ScriptStart], proof: ScriptProof) -> Sequence[CommandOutcome]:
         return [CommandOutcome(code=1, seconds=0.0, output=f"{starts[0].settings.devices} devices") for _ in starts]
 
-    with pytest.raises(UserError, match="2 devices"):
+    with pytest.raises(UserError, match=r"2 devices\nIf it is told of 1 accelerator\(s\): 1 devices"):
         prove(ScriptProof(script=("train.py",), processes=2, on="cpu"), tmp_path / "fails", always)

@@ -6,7 +6,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -213,16 +212,18 @@ def _run_alone(proof: ScriptProof, folder: Path, starter: Starter, alone: tuple[
     began = time.monotonic()
     try:
         _run(proof, starter, start)
-    except UserError:
+    except UserError as error:
         devices = RecordSettings.read(start.settings_file).devices
         late = time.monotonic() - began > proof.time_limit / 2
         if proof.on is None or devices == proof.alone_processes or late:
             raise
         start.place.rename(folder / FEWER_DEVICES)
         again = make_start(proof, folder, ALONE, alone, proof.settings, proof.alone_processes)
-        with suppress(UserError):
-            return _run(proof, starter, again)
-        raise
+        try:
+            _run(proof, starter, again)
+        except UserError as other:
+            last = str(other).rpartition("\n")[2]
+            raise UserError(f"{error}\nIf it is told of {again.ranks} accelerator(s): {last}") from None
 
 
 def _measure_rounding(
