@@ -19,6 +19,7 @@ from samestep.contract.errors import ContractError, said
 from samestep.contract.step import PARAMETERS, TIMES, check_registered, check_total, loss_scale
 from samestep.contract.trial import Trial
 from samestep.contract.watched import Watched, watch
+from samestep.parallel.own_backwards import own_backwards_refused
 from samestep.torch_internals.modules import AnyBatchNorm
 
 SUM = "sum of parts"
@@ -125,7 +126,7 @@ def _take(trial: Trial, gradient_calls: bool) -> WholeAndParts:
         check_total(trial, watched.total, watched.count)
         check_registered(trial, watched.total)
         scale = loss_scale(trial, watched.count)
-        with said(PARAMETERS, "backward"):
+        with said(PARAMETERS, "backward"), own_backwards_refused(trial.model, trial.layout):
             (watched.total * scale).backward()
         reached = [name for name, parameter in trial.model.named_parameters() if parameter.grad is not None]
         for parameter in parameters.values():

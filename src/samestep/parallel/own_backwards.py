@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import autograd, nn
+from torch.autograd.function import BackwardCFunction
 
 from samestep.errors import LayoutError, shown
 from samestep.layout import Layout
 from samestep.parallel.layout_failure import class_of
 
+_FUNCTIONS_BACKWARD = BackwardCFunction.apply.__code__
 _OWN = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 
 
@@ -27,23 +29,25 @@ def own_backwards_refused(model: nn.Module, layout: Layout) -> Iterator[None]:
         yield
         return
     backward = autograd.backward
-    running = 0
 
     def watched(*arguments: Any, **keywords: Any) -> None:
-        nonlocal running
-        if running:
+        if _in_backward():
             _check_caller(model, layout)
-        running += 1
-        try:
-            backward(*arguments, **keywords)
-        finally:
-            running -= 1
+        backward(*arguments, **keywords)
 
     autograd.backward = watched
     try:
         yield
     finally:
         autograd.backward = backward
+
+
+def _in_backward() -> bool:
+    """Whether this is called from the backward of an autograd.Function, however that was started."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not _FUNCTIONS_BACKWARD:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _check_caller(model: nn.Module, layout: Layout) -> None:
