@@ -93,8 +93,8 @@ def test_a_column_that_is_missing_in_a_later_row_is_named_with_its_line(tmp_path
     assert told.startswith(f'{file}:8 has no column "completion" (it has prompt)')
 
 
-@pytest.mark.filterwarnings("ignore:Cannot")  # of dill, while datasets writes
-def test_other_files_are_read_by_datasets(tmp_path: Path) -> None:
+def test_other_files_are_read_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")  # which its import sets
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(ROWS)
     data.to_parquet(str(tmp_path / "a.parquet"))
