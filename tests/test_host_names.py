@@ -102,7 +102,7 @@ def test_a_place_that_checks_nothing_is_checked(monkeypatch: pytest.MonkeyPatch)
     """Such as Ray, whose nodes say their addresses."""
 
     class Careless(Slurm):
-        def find(self, given: PlaceInputs) -> FoundCluster:
+        def find(self, inputs: PlaceInputs) -> FoundCluster:
             hosts = tuple(Host(name=name, slots=1) for name in names)
             return FoundCluster(cluster=Cluster(place="slurm", hosts=hosts))
 

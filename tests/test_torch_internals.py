@@ -57,6 +57,7 @@ OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 OF_OTHERS = {
     "_exit": "os",
     "_exit_function": "multiprocessing",
+    "_attn_implementation": "transformers",
     "_from_config": "transformers",
     "_getframe": "sys",
     "_run_exitfuncs": "atexit",
@@ -347,6 +348,9 @@ def test_memory_and_history_of_tensors() -> None:
     with torch.no_grad():
         part.add_(1)
     assert tensors.version_of(whole) == before + 1
+    tensors.look_up_constructors()
+    with torch.device("meta"):
+        assert torch.ones(2).is_meta
     assert tensors.takes_over_memory(torch.device("cpu"))
 
 

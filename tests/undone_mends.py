@@ -108,7 +108,7 @@ MENDS = (
     ),
     Mend(
         what="a proof compares offloaded parameters on the device",
-        file="verification/proof.py",
+        file="verification/tensors.py",
         now="value = as_real(value).to(device)  # offloaded",
         before="value = as_real(value)  # offloaded",
         task="language",

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils import _device as device_contexts
 from torch.utils.data import DataLoader
 
 from samestep.recording.calls import Call
 from samestep.torch_internals.sharded import DTensor
+from samestep.torch_internals.tensors import look_up_constructors
 
 Note = Callable[[str, str], None]  # what was changed, and the place that asked for it
 
@@ -216,7 +216,7 @@ def _location(turn: _Turn, location: Any) -> Any:
 def _tensors(turn: _Turn) -> None:
     """Functions that make tensors, and methods that move them."""
     # What `with torch.device(...)` applies to is looked up once: it has to be PyTorch's functions, not those below.
-    device_contexts._device_constructors()
+    look_up_constructors()
     for name in _FACTORIES.split():
         if hasattr(torch, name):
             _wrap(torch, name, lambda args, kwargs: _of_keyword(turn, args, kwargs))

@@ -4,6 +4,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _device
+
+
+def look_up_constructors() -> None:
+    """Let PyTorch look up now which functions `with torch.device(...)` applies to, which it does once.
+
+    Who replaces functions such as `torch.ones` calls it before: PyTorch would remember the replacements. Tried with 2.4 to 2.14; where it is missing, nothing is looked up early.
+    """
+    look_up = getattr(_device, "_device_constructors", None)
+    if look_up is not None:
+        look_up()
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -57,8 +57,8 @@ def save_model(texts: list[str], folder: Path) -> None:
         num_key_value_heads=2,
         max_position_embeddings=256,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=rules.token_to_id(special[2]),
+        pad_token_id=rules.token_to_id(special[0]),
     )
     LlamaForCausalLM(config).save_pretrained(folder)
 
