@@ -10,7 +10,8 @@ from torch.utils import _device
 def look_up_constructors() -> None:
     """Let PyTorch look up now which functions `with torch.device(...)` applies to, which it does once.
 
-    Who replaces functions such as `torch.ones` calls it before: PyTorch would remember the replacements. Tried with 2.4 to 2.14; where it is missing, nothing is looked up early.
+    Who replaces functions such as `torch.ones` calls it before: PyTorch would remember the replacements. Tried with
+    2.4 to 2.14; where it is missing, nothing is looked up early.
     """
     look_up = getattr(_device, "_device_constructors", None)
     if look_up is not None:
