@@ -36,13 +36,13 @@ verify: $(VENV)/installed-dev
 	$(BIN)/samestep verify examples/proof/text.yaml examples/proof/language.yaml examples/proof/images.yaml \
 		examples/proof/regression.yaml --layouts all
 
-# Four tests at a time, since most wait for processes; those of a file one by one, since they share what is costly.
+# Three tests at a time, since most wait for processes; those of a file one by one, since they share what is costly.
 # In the order of tests/conftest.py, not by how many tests a file has. The types are checked meanwhile, on one core.
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python & types=$$!; \
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types && exit $$tests
 
 # Before a commit, in about a minute: style, the types of changed files, and the tests that start no process.

@@ -55,6 +55,7 @@ dist.barrier(device_ids=[rank])
 """
 
 
+@pytest.mark.slow  # each change alone is tested below
 def test_a_script_of_accelerators_trains_on_cpus_and_each_change_is_noted_with_its_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")

