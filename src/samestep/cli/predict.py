@@ -48,7 +48,6 @@ def run(options: argparse.Namespace) -> int:
 
     from samestep.inference import predict_job
 
-    # The first one is asked for before the file is opened: a mistake leaves what stands there as it is.
     predictions = predict_job(loaded.job, options.checkpoint, options.input, options.new_tokens)
     # The first one is asked for before the file is opened: a mistake leaves what stands there as it is.
     first = list(islice(predictions, 1))

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from samestep.errors import UserError
+from samestep.errors import UserError, first_line
 from samestep.job import Log
 from samestep.loggers.base import LoggedRun, Logger
 from samestep.loggers.registry import loggers_of, resolve
@@ -80,8 +80,8 @@ def _told(error: Exception) -> str:
     """The first line of an error, with its kind unless it is the system's."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    line = first_line(error)
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def _warn(text: str) -> None:

@@ -6,7 +6,9 @@ that is resumed needs nothing of it from the checkpoint.
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Self
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -23,21 +25,30 @@ _TIMESCALE = 10_000  # steps, of inverse_sqrt without a warm-up
 def make_schedule(spec: Schedule, total_steps: int, optimizer: Optimizer) -> LambdaLR:
     """Make the learning-rate schedule. Step s of a warm-up of W has the factor (s + 1) / W, so no step has zero."""
     return LambdaLR(
-        optimizer, [partial(rate, group.get(SCHEDULE) or spec, total_steps) for group in optimizer.param_groups]
+        optimizer, [_rate_by_step(group.get(SCHEDULE) or spec, total_steps) for group in optimizer.param_groups]
     )
 
 
 def rate(spec: Schedule, total_steps: int, step: int) -> float:
-    """The fraction of the full learning rate at a step, counted from 0.
+    """The fraction of the full learning rate at a step, counted from 0."""
+    return _rate_by_step(spec, total_steps)(step)
+
+
+def _rate_by_step(spec: Schedule, total_steps: int) -> Callable[[int], float]:
+    """The function from a step to its fraction. A function of one's own is looked up here, not in each step."""
+    if spec.function is None:
+        return partial(_fraction, spec, total_steps)
+    return partial(_own_fraction, _OwnFunction.of(spec.function, "recipe.schedule.function"), total_steps)
+
+
+def _fraction(spec: Schedule, total_steps: int, step: int) -> float:
+    """The fraction by a schedule's settings.
 
     `done` below is the share of the decay's steps that were taken, from 0 to 1. Sources of the decays: cosine with
     restarts, Loshchilov & Hutter 2017 (SGDR), equation 5, with cycles of one length; inverse square root, Vaswani et
     al. 2017, section 5.3; a while at the full rate before the decay (warm-up, stable, decay), Hu et al. 2024
     (MiniCPM), section 4.
     """
-    if spec.function is not None:
-        # PyTorch asks for one rate more than there are steps.
-        return _own_rate(spec.function, total_steps, min(step, total_steps - 1))
     warmup = steps_of(spec.warmup, total_steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -69,10 +80,10 @@ def _check_function(spec: Schedule, where: str, total_steps: int) -> None:
     """
     if spec.function is None:
         return
-    find_callable(spec.function, f"{where}.function", _WHAT)
+    function = _OwnFunction.of(spec.function, f"{where}.function")
     tried = {*range(min(total_steps, _FIRST)), *range(0, total_steps, max(1, total_steps // _FIRST)), total_steps - 1}
     for step in sorted(tried):
-        once, again = (_own_rate(spec.function, total_steps, step, f"{where}.function") for _ in range(2))
+        once, again = (_own_fraction(function, total_steps, step) for _ in range(2))
         if once != again:
             raise UserError(
                 f"{where}.function is {spec.function}, which gave {once:g} and then {again:g} for step {step}; ranks "
@@ -83,21 +94,35 @@ def _check_function(spec: Schedule, where: str, total_steps: int) -> None:
 _FIRST = 1000  # steps that are tried, and as many spread over the others
 
 
-def _own_rate(function: str, total_steps: int, step: int, where: str = "recipe.schedule.function") -> float:
-    """What a user's function gives for a step."""
+@dataclass(frozen=True, kw_only=True)
+class _OwnFunction:
+    """A user's function, with what messages call it."""
+
+    call: Callable[..., Any]
+    name: str
+    where: str  # its key in the recipe
+
+    @classmethod
+    def of(cls, name: str, where: str) -> Self:
+        return cls(call=find_callable(name, where, _WHAT), name=name, where=where)
+
+
+def _own_fraction(function: _OwnFunction, total_steps: int, step: int) -> float:
+    """What a user's function gives for a step. PyTorch asks for one more than there are: it gets the last one's."""
+    step = min(step, total_steps - 1)
     try:
-        value = find_callable(function, where, _WHAT)(step, total_steps)
-        fraction = float(value)
+        fraction = float(function.call(step, total_steps))
     except UserError:
         raise
     except Exception as error:  # whatever a user's function raises
         raise UserError(
-            f"{where} is {function}, which failed for step {step} of {total_steps}: {type(error).__name__}: {error}"
+            f"{function.where} is {function.name}, which failed for step {step} of {total_steps}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if not (math.isfinite(fraction) and fraction >= 0):
         raise UserError(
-            f"{where} is {function}, which gave {fraction:g} for step {step} of {total_steps}; it must give the "
-            "fraction of the full rate, 0 or above"
+            f"{function.where} is {function.name}, which gave {fraction:g} for step {step} of {total_steps}; it must "
+            "give the fraction of the full rate, 0 or above"
         )
     return fraction
 
