@@ -361,6 +361,47 @@ class Checkpointed(Net):
         return hidden
 
 
+class Rebuilt(torch.autograd.Function):
+    """Calls a layer without a graph, and once more for the gradient, which it takes by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(hidden)
+        return layer(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.layer(hidden)
+        of_hidden, *rest = torch.autograd.grad(output, [hidden, *ctx.layer.parameters()], gradient)
+        return of_hidden, None, *rest
+
+
+class OfFunctions(Net):
+    """Layers that an autograd.Function calls, from the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(3)))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = Rebuilt.apply(hidden, layer, *layer.parameters())
+        return hidden
+
+
+class WithFunction(nn.Module):
+    """A layer that calls its one part by an autograd.Function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Layer()
+
+    def forward(self, hidden: Tensor) -> Any:
+        return Rebuilt.apply(hidden, self.part, *self.part.parameters())
+
+
 class Experts(nn.Module):
     """A mixture of experts that gathers each expert's words."""
 
@@ -646,6 +687,8 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "reshaped": lambda: Net(*(Reshaped() for _ in range(2))),
     "crossed": lambda: Net(*(Crossed() for _ in range(2))),
     "checkpointed": Checkpointed,
+    "called by functions": OfFunctions,
+    "layers with functions": lambda: Net(*(WithFunction() for _ in range(3))),
     "graphs": _graphs,
     "bart": _bart,
     "bart as long": _bart,  # as many tokens in the decoder as in the encoder

@@ -53,6 +53,8 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "writes to its input": ("fsdp2", "dp2", "zero1x2", "pp2", "tp2"),
     "crossed": ("tp2", "pp2"),
     "checkpointed": ("fsdp2",),
+    "called by functions": ("dp2",),
+    "layers with functions": ("pp2", "dp2"),
     "bloom": ("pp2", "tp2", "cp2"),
     "rescaled": ("pp2",),
     "graphs": ("pp2", "tp2", "fsdp2"),
@@ -74,6 +76,7 @@ FAST: Mapping[str, tuple[str, ...]] = {
     "asks parameters": ("pp2",),
     "chosen": ("fsdp2",),
     "own gradient": ("zero2x2",),
+    "layers with functions": ("pp2",),
     "penalized": ("zero1x2",),
     "weight norm": ("tp2",),
     "cancelling": ("dp2",),
@@ -121,6 +124,21 @@ REFUSED: Mapping[str, tuple[str, str, dict[str, Any], str]] = {
         {},
         "as torch.utils.checkpoint does with use_reentrant=True, and gradients are averaged once a backward; use "
         'checkpoint(..., use_reentrant=False), or in place of the model\'s own checkpointing "dp2 recompute=full"',
+    ),
+    "layers in a backward of their own, in a pipeline": (
+        "checkpointed",
+        "pp2",
+        {},
+        "torch.utils.checkpoint with use_reentrant=True calls layers.0, and takes its gradient in a backward of its "
+        "own, so no pipeline stage can; use checkpoint(..., use_reentrant=False), or in place of the model's own "
+        'checkpointing "pp2 recompute=full"',
+    ),
+    "layers called by a function, in a pipeline": (
+        "called by functions",
+        "pp2",
+        {},
+        "the autograd.Function Rebuilt calls layers.0, and takes its gradient in a backward of its own, so no "
+        "pipeline stage can; use dp2",
     ),
     "rows without tokens": (
         "pooled",

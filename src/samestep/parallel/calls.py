@@ -39,6 +39,7 @@ class Call:
     flops_before: int  # of the forward up to its beginning: products of matrices and convolutions
     flops_after: int  # and up to its end
     writes: bool = False  # whether it changed an argument in place that needs a gradient
+    inside: str = ""  # the autograd.Function in whose forward it is made, by its name
 
     def inputs(self) -> list[Seen]:
         return seen_in((self.arguments, self.keywords))

@@ -1,5 +1,6 @@
 """Recorder: hooks and modes that record a forward's calls of modules and functions."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
@@ -64,6 +66,7 @@ class _Open:
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     sources: Mapping[int, tuple[int, ...]]  # dataflow nodes of its arguments
+    inside: str
 
 
 class _Functions(TorchFunctionMode):
@@ -304,6 +307,7 @@ class Recorder:
                 arguments=self._see(arguments),
                 keywords=self._see(keywords),
                 sources=sources,
+                inside=_function_around(),
             )
         )
 
@@ -332,6 +336,7 @@ class Recorder:
                     flops_before=begun.flops,
                     flops_after=self.operators.flops,
                     writes=writes,
+                    inside=begun.inside,
                 )
             )
 
@@ -354,6 +359,22 @@ class Recorder:
 
     def _seen(self, tensor: Tensor) -> Seen:
         return seen_of(tensor)
+
+
+def _function_around() -> str:
+    """The name of the innermost autograd.Function whose forward is running, which computes gradients its own way.
+
+    Its forward runs without gradients, which saves the search where they are enabled.
+    """
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            context = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, FunctionCtx):
+                return type(context).__name__.removesuffix("Backward")
+        frame = frame.f_back
+    return ""
 
 
 def _opened(output: Any) -> Any:

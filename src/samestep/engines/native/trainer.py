@@ -30,6 +30,7 @@ from samestep.engines.setup import TrainerSetup
 from samestep.errors import UserError, index_errors_explained
 from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
+from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.loss.step import step_loss
 from samestep.parallel.optimizer.average import WeightAverage
 from samestep.parallel.optimizer.joined import Joined
@@ -96,10 +97,19 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         failures, self._failures_of_step = self._failures_of_step, None
         if failures is None:
             return self._step(batch, task_loss(loss))
-        layout = self._spread.parts.layout
-        watched = own_messages_refused(self.model, layout), own_backwards_refused(self.model, layout)
-        with failures.explained(), watched[0], watched[1]:
+        with self._watched(failures):
             return self._step(batch, replace(task_loss(loss), errors=failures.of_task))
+
+    @contextmanager
+    def _watched(self, failures: LayoutFailures) -> Iterator[None]:
+        """Context of the first step, in which what a model does past its layout is refused."""
+        layout = self._spread.parts.layout
+        with (
+            failures.explained(),
+            own_messages_refused(self.model, layout),
+            own_backwards_refused(self.model, layout),
+        ):
+            yield
 
     def _step(self, batch: StepBatch, loss: TaskLoss) -> StepReport:
         """Run forward and backward, then clip and step; both phases are timed if steps are profiled."""
@@ -130,7 +140,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         gradients: dict[nn.Parameter, Tensor] = {}
         lr = self.optimizer.param_groups[0]["lr"]
         for turn in turns.of_step(batch.step):
-            with nullcontext() if failures is None else failures.explained():
+            with nullcontext() if failures is None else self._watched(failures):
                 errors = nullcontext if failures is None else failures.of_task
                 loss = replace(turn.task_loss(), nonfinite=turns.nonfinite, errors=errors)
                 losses[turn.name], norm, terms = self._take_turn(turn, batch_of_turn(batch, turn), loss)

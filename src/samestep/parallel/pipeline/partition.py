@@ -2,11 +2,12 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from samestep.errors import LayoutError, UserError, closest
 from samestep.layout import Layout
@@ -95,6 +96,7 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
     layers = find_layers(model, trace, stages)
     units = units_of(model, trace, layers)
     calls = unit_calls(model, trace, units)
+    _check_functions(layout, calls)
     needs = Needs(trace, calls)
     blocks = [call.call for call in calls if call.unit in layers]
     at = [number for number, unit_call in enumerate(calls) if unit_call.unit in layers]
@@ -168,6 +170,26 @@ def _allowed_starts(needs: Needs, calls: Sequence[UnitCall], at: Sequence[int]) 
                 if writer <= at[start - 1] < reader:
                     refused.setdefault(start, reason)
     return [start for start in range(len(at)) if start not in refused], refused
+
+
+def _check_functions(layout: Layout, calls: Sequence[UnitCall]) -> None:
+    """Raise LayoutError where an autograd.Function calls units: a stage's outputs would be without a gradient."""
+    inside = next((call.call for call in calls if call.call.inside), None)
+    if inside is None:
+        return
+    if inside.inside == CheckpointFunction.__name__:
+        function = "torch.utils.checkpoint with use_reentrant=True"
+        instead = (
+            "checkpoint(..., use_reentrant=False), or in place of the model's own checkpointing "
+            f'"{replace(layout, recompute="full")}"'
+        )
+    else:
+        function = f"the autograd.Function {inside.inside}"
+        instead = f"dp{layout.size}"
+    raise LayoutError(
+        f'layout "{layout}": {function} calls {inside.name}, and takes its gradient in a backward of its own, so no '
+        f"pipeline stage can; use {instead}"
+    )
 
 
 def _check_asked(model: nn.Module, layout: Layout, needs: Needs, calls: Sequence[UnitCall]) -> None:

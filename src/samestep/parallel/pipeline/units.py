@@ -106,12 +106,14 @@ class _Calls:
         """Replace modules that are called several times by the innermost enclosing module that is called once.
 
         The number of iterations of a loop may depend on the samples. A module that the model itself calls several
-        times (two sentences through one encoder) is kept.
+        times (two sentences through one encoder) is kept. Modules that an autograd.Function calls are replaced so
+        too, since its backward takes them all.
         """
+        functions = {call.name for call in self.trace.calls if call.inside}
         outermost: dict[str, None] = {}
         for name in names:
             looping = name
-            while looping and self._counts.get(looping, 0) != 1:
+            while looping and (self._counts.get(looping, 0) != 1 or looping in functions):
                 looping = looping.rpartition(".")[0]
             outermost[looping or name] = None
         return [name for name in outermost if not any(name.startswith(f"{other}.") for other in outermost)]
