@@ -7,6 +7,7 @@ around them. PyTorch's own checkpointing, which does so too, is known to layouts
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def own_backwards_refused(model: nn.Module, layout: Layout) -> Iterator[None]:
         return
     backward = autograd.backward
 
+    @wraps(backward)  # by which it is known to what answers calls of PyTorch's
     def watched(*arguments: Any, **keywords: Any) -> None:
         if _in_backward():
             _check_caller(model, layout)

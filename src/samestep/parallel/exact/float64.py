@@ -60,7 +60,7 @@ _LIKE_ANOTHER = {Tensor.to, Tensor.type_as}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 
 # A mode is left while a call that it answers runs; here what runs may be parts of the model. What asks the mode is
-# the function itself, also where something that listens has been put in its place.
+# the function of that name in PyTorch's module, which may be one that listens, put around PyTorch's own.
 _BACKWARD: dict[Any, Callable[..., Any]] = {
     function: without_override(function)
     for function in (Tensor.backward, unwrap(torch.autograd.backward), torch.autograd.grad)
@@ -103,9 +103,10 @@ class _Float64(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = dict(kwargs) if kwargs else {}
-        if func in _BACKWARD:
+        backward = _BACKWARD.get(getattr(func, "__wrapped__", func))
+        if backward is not None:
             with self:
-                return _BACKWARD[func](*args, **keywords)
+                return backward(*args, **keywords)
         if _copies_float32(func, args, keywords):
             result = self._answer(func, args, keywords)
             # `x.half()` of a float64 tensor would be x itself under this mode, where the model expects a copy that it
