@@ -83,8 +83,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # What ranks of many tests would import after their fork, in up to a second each: PyTorch's optimizers of shards, its
-# pipelines, a task; and where a worker takes many files, the compiler, which DeepSpeed imports with its optimizers.
-PRELOADED = ("torch.distributed.optim", "torch.distributed.pipelining", "samestep.tasks.causal_lm")
+# pipelines, a task, and what files of tests import, in which ranks look for their functions; and where a worker takes
+# many files, the compiler, which DeepSpeed imports with its optimizers.
+PRELOADED = ("torch.distributed.optim", "torch.distributed.pipelining", "samestep.tasks.causal_lm", "pytest")
 PRELOADED_BY_WORKERS = ("torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo")
 
 

@@ -34,6 +34,9 @@ WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8)
 # The last two are refused by gloo, over which the hosts' leaders send.
 OVER_HOSTS = (torch.float64, torch.complex64, torch.int16, torch.float8_e4m3fn)
 LENGTHS = (1, 77, 300_001, 1_500_003)
+# Slots are of bytes, which two types fill; the others have their own arithmetic.
+LENGTHS_OF: Mapping[torch.dtype, tuple[int, ...]] = {torch.float32: LENGTHS, torch.int64: LENGTHS[:3]}
+FEW_LENGTHS = (*LENGTHS[:2], 5_003)
 
 
 def group_of(
@@ -156,7 +159,7 @@ def _without_memory(group: SharedMemoryGroup) -> Iterator[str]:
 def _wrong(group: SharedMemoryGroup, rank: int, n: int) -> Iterator[str]:
     operations = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
     for dtype in (*FLOATS, *WHOLE):
-        for length in LENGTHS if dtype is torch.float32 else LENGTHS[:3]:
+        for length in LENGTHS_OF.get(dtype, FEW_LENGTHS):
             parts = [numbers(each, length * n, dtype) for each in range(n)]
             short = [part[:length] for part in parts]
             for operation in operations if dtype in FLOATS else (dist.ReduceOp.SUM, dist.ReduceOp.MAX):

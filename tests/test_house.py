@@ -405,6 +405,7 @@ PROGRAMS = sorted(
 
 # What hands a line of text to a shell, which reads more in it than words.
 SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
+SHELL_WORDS = re.compile(r"\b(shell|{})\b".format("|".join(name.rpartition(".")[2] for name in SHELLS)))
 
 # What runs code that stands in the data that it reads, unless it is told not to.
 LOADERS = {
@@ -485,6 +486,8 @@ def constant(call: ast.Call, keyword: str) -> object:
 
 def shells(text: str) -> list[int]:
     """The lines that hand text to a shell."""
+    if SHELL_WORDS.search(text) is None:  # most programs need not be parsed
+        return []
     return [
         node.lineno for name, node in calls(text) if name in SHELLS or constant(node, "shell") not in (None, False)
     ]
