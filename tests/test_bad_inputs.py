@@ -49,7 +49,7 @@ SCRIPTS = {
 }
 
 # The command, which a slow test starts, is held against all of them.
-FAST = ("nothing", "endless", "tensors", "raises")
+FAST = ("endless", "raises")
 
 TOLD = {
     "nothing": ["ended without a step of a torch.optim optimizer", "its last words", "no data in /data/train"],

@@ -157,10 +157,15 @@ def test_the_room_that_a_checkpoint_takes_counts_what_its_file_says_of_each_tens
 # -- what is damaged
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("finished") / "run", checkpoint={"every": 4}).folder
+
+
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A finished run with checkpoints after 4, 8 and 10 steps."""
-    return train(tmp_path / "run", checkpoint={"every": 4}).folder
+def saved(finished: Path, tmp_path: Path) -> Path:
+    """A finished run with checkpoints after 4, 8 and 10 steps, to be changed."""
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 def flip(file: Path) -> None:

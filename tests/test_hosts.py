@@ -37,6 +37,7 @@ def same_losses(folder: Path, rel: float = 1e-12, **recipe: Any) -> None:
     assert losses_in(folder) == pytest.approx(losses_alone(**recipe), rel=rel)
 
 
+@pytest.mark.cluster
 def test_replicas_on_two_hosts_take_the_steps_of_one_process(bed: Testbed, tmp_path: Path) -> None:
     first = train_on(bed, tmp_path, "--layout", "dp2")
     same_losses(tmp_path / "run")

@@ -26,8 +26,6 @@ Planted = tuple[samestep.Task, str, str, str, str]
 PLANTED: Mapping[str, Planted] = {
     "busy": (SlowForward(busy=True), "dp2", "forward", "busy", "compute"),
     "data": (SlowData(), "dp2", "data", "idle", "data"),
-}
-MORE_PLANTED: Mapping[str, Planted] = {
     "asleep-in-shards": (SlowForward(), "fsdp2", "forward", "idle", "idle"),
     "asleep": (SlowForward(), "dp2", "forward", "idle", "idle"),
     "asleep-in-slices": (SlowForward(), "tp2", "forward", "idle", "idle"),
@@ -48,15 +46,15 @@ def _profiled(
 
 @pytest.fixture(scope="module", params=[pytest.param("gloo", marks=pytest.mark.slow), "auto"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """A profile of each layout and of each planted case, over gloo or shared memory."""
+    """A profile of each layout, over gloo or shared memory."""
     small_buckets = (Net(), "dp2", "small-buckets", {"bucket_mb": 1e-3})
-    return _profiled(tmp_path_factory.mktemp("profiles"), request.param, LAYOUTS, PLANTED, small_buckets)
+    return _profiled(tmp_path_factory.mktemp("profiles"), request.param, LAYOUTS, {}, small_buckets)
 
 
 @pytest.fixture(scope="module", params=["gloo", "auto"])
 def more_found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """The same of those that slow tests look at."""
-    return _profiled(tmp_path_factory.mktemp("more-profiles"), request.param, MORE_LAYOUTS, MORE_PLANTED)
+    """The same of those that slow tests look at, and of each planted case."""
+    return _profiled(tmp_path_factory.mktemp("more-profiles"), request.param, MORE_LAYOUTS, PLANTED)
 
 
 def adds_up(profile: Profile) -> None:
@@ -91,18 +89,9 @@ def _assert_whole(profile: Profile) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PLANTED)
-def test_the_slow_rank_is_named_with_what_is_slow(case: str, found: Found) -> None:
-    _assert_slow_rank_named(found[1][case], PLANTED[case])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE_PLANTED)
-def test_the_slow_rank_is_named_under_more_layouts(case: str, more_found: Found) -> None:
-    _assert_slow_rank_named(more_found[1][case], MORE_PLANTED[case])
-
-
-def _assert_slow_rank_named(profile: Profile, planted: Planted) -> None:
-    _, _, phase, kind, category = planted
+def test_the_slow_rank_is_named_with_what_is_slow(case: str, more_found: Found) -> None:
+    profile = more_found[1][case]
+    _, _, phase, kind, category = PLANTED[case]
     adds_up(profile)
     fast, slow = profile.ranks
     assert slow.categories[category] > 0.8 * SLOW

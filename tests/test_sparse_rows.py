@@ -174,7 +174,6 @@ def test_a_method_of_its_own_refuses_rows() -> None:
         samestep.verify(recipe(Recommender, communication={"kind": "bf16"}), layout="dp2", sparse_rows="on")
 
 
-@pytest.mark.slow
 def test_models_without_such_an_embedding_are_refused(of_two: Mapping[str, Any]) -> None:
     assert of_two["tied"] == (
         "run.sparse_rows is on, and the model has no embedding that only lookups use (embed.weight: it is tied to "

@@ -235,7 +235,6 @@ def test_a_rank_holds_its_part_and_the_whole_is_put_together_again(found: dict[s
     assert held["of"] / 2 <= held["sliced"] < 0.52 * held["of"]
 
 
-@pytest.mark.slow
 def test_tokens_are_split_between_sliced_layers_alone(found: dict[str, Any]) -> None:
     assert found["tokens"] == {
         "model.layers.1.input_layernorm": 5,  # of nine
