@@ -213,6 +213,49 @@ def test_labels_that_are_left_out_are_no_classes() -> None:
     assert batch.targets["count"] in (10, 25)  # so many labels or words: a step is the same by either
 
 
+class LeavesPaddingOut(WantsLabels):
+    """Its loss leaves out the label of padding."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SequenceClassifierOutput:
+        logits = self.head(self.table(input_ids))[:, 0, :CLASSES]
+        return SequenceClassifierOutput(loss=F.cross_entropy(logits, labels, ignore_index=0), logits=logits)
+
+
+def with_one_of_padding(label: int) -> list[dict[str, Any]]:
+    """Rows of which one has the label that is padding's token, and none of those that a model is tried on."""
+    rows = [{**row, "label": (label + 1 + row["label"] % 2) % CLASSES} for row in texts()]
+    sizes = sorted(range(len(rows)), key=lambda index: len(rows[index]["input_ids"]))
+    rows[next(index for index in sizes[8:] if index > 7)]["label"] = label
+    return rows
+
+
+def words_of_one_class(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Each word has its row's class."""
+    batch = padded(rows)
+    labels = torch.tensor([[row["label"]] for row in rows]).expand_as(batch["input_ids"])
+    return {**batch, "labels": labels.masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+@pytest.mark.parametrize(
+    ("build", "collator", "padding", "counts"),
+    [
+        (bert, classes, 0, True),
+        (partial(bert, pad_token_id=2), classes, 2, True),
+        (partial(bert, transformers.BertForTokenClassification), words_of_one_class, 0, True),
+        (LeavesPaddingOut, classes, 0, False),
+    ],
+)
+def test_a_class_may_have_the_number_of_paddings_token(
+    build: Callable[[], nn.Module], collator: Any, padding: int, counts: bool
+) -> None:
+    rows = with_one_of_padding(padding)
+    task = handed(build, rows, collator)
+    task.check()
+    (row,) = [row for row in rows if row["label"] == padding]
+    words = len(row["input_ids"]) if collator is words_of_one_class else 1
+    assert task.collate([row]).targets["count"] == (words if counts else 0)
+
+
 def test_what_a_model_adds_to_the_number_that_it_divides_by_is_found() -> None:
     task = handed(MaskedPatches, pictures(), masked_patches)
     assert task.tried_facts().slack == pytest.approx(1e-5, rel=1e-4)

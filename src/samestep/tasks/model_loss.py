@@ -187,9 +187,9 @@ class _Trial:
             self.known[name] = _forward(self.model, part.inputs, part.what)
         return self.known[name]
 
-    def without_labels(self, *, also_first: bool) -> float | None:
+    def without_labels(self, *, also_first: bool, ignored: int = IGNORED) -> float | None:
         """The mean of all rows of which the rest has no label that counts; None where it has none, or labels can't
-        be left out. `also_first`: nor has the first token of each row."""
+        be left out. `also_first`: nor has the first token of each row. `ignored`: the label that may not count."""
         inputs = dict(self.parts.whole.inputs)
         kept = self.parts.first.rows
         for name in self.labels:
@@ -199,9 +199,9 @@ class _Trial:
             if not label.ndim or len(label) != self.parts.whole.rows or label.dtype in (torch.bool, torch.uint8):
                 return None
             inputs[name] = label = label.clone()
-            label[kept:] = IGNORED
+            label[kept:] = ignored
             if also_first and label.ndim > 1:
-                label[..., 0] = IGNORED
+                label[..., 0] = ignored
         try:
             mean = _forward(self.model, inputs, "labels that are left out").mean
         except Exception:  # the model can't take these labels, which are not the user's
@@ -283,17 +283,33 @@ def _fitting(trial: _Trial, counts: Mapping[Terms, Sequence[int]]) -> list[Terms
     matching = _matching_logits(trial, fitting)
     if matching and all(proportional(counts[matching[0]], counts[other]) for other in matching):
         return matching
+    fitting = matching or fitting
+    one_for_all = all(proportional(counts[fitting[0]], counts[other]) for other in fitting)
+    if not one_for_all or len({terms.of_labels for terms in fitting}) > 1:
+        fitting = _told_by_labels(trial, fitting)
     if not all(proportional(counts[fitting[0]], counts[other]) for other in fitting):
         raise NoFitError(
             f"the loss of {trial.name} may be a mean over several things, which a few rows don't tell apart; use "
             f"{COUNT}"
         )
-    if len({terms.of_labels for terms in fitting}) > 1:  # the rows have a label for each of the other things
-        without = trial.without_labels(also_first=False)
-        if without is not None:
-            mean = trial.of("first").mean
-            of_labels = abs(without - mean) <= trial.tolerance * (abs(mean) + 1)
-            fitting = [terms for terms in fitting if terms.of_labels == of_labels]
+    return fitting
+
+
+def _told_by_labels(trial: _Trial, fitting: list[Terms]) -> list[Terms]:
+    """What is left of the candidates where labels are left out by each label that may not count.
+
+    The rows that were tried may have none of these: the label of padding is that of a class, too. Where the mean is
+    then that of the other rows, the label doesn't count; else it does.
+    """
+    mean = trial.of("first").mean
+    for number in dict.fromkeys(terms.ignored for terms in fitting if terms.of_labels):
+        without = trial.without_labels(also_first=False, ignored=number)
+        if without is None:
+            continue
+        by_number = [terms for terms in fitting if terms.of_labels and terms.ignored == number]
+        if abs(without - mean) <= trial.tolerance * (abs(mean) + 1):
+            return by_number
+        fitting = [terms for terms in fitting if terms not in by_number] or fitting
     return fitting
 
 
