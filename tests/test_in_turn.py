@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from proving import assert_same_steps
+from small_tasks import Points
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
 
+import samestep
 from samestep.training.in_turn import in_turn
 
 FORK = multiprocessing.get_context("fork")
@@ -79,3 +85,47 @@ def test_what_a_rank_writes_and_reads_no_other_one_disturbs(
 
 def test_ranks_whose_files_are_their_own_do_not_wait(tmp_path: Path) -> None:
     build_on_ranks(keeps_to_itself, tmp_path, FORK.Barrier(RANKS))
+
+
+class FromFolder(Points):
+    """A model of transformers that saves a folder and loads it: one of its own, or one of all ranks."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        super().__init__(samples=12)
+        self.folder = folder
+
+    def model(self) -> nn.Module:
+        folder = self.folder or tempfile.mkdtemp()
+        sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = BertConfig(**sizes, intermediate_size=8, max_position_embeddings=8, num_labels=3)  # pyright: ignore
+        BertForSequenceClassification(config).save_pretrained(folder)
+        return OfPoints(BertForSequenceClassification.from_pretrained(folder))
+
+
+class OfPoints(nn.Module):
+    def __init__(self, bert: nn.Module) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.bert((points.abs() * 4).long().clamp(max=8)).logits
+
+
+def test_a_model_of_transformers_saves_a_folder_and_loads_it_on_each_rank(tmp_path: Path) -> None:
+    tasks = (FromFolder(), FromFolder(str(tmp_path / "of all")))
+    recipes = [samestep.Recipe(task=task, batch=4, steps=2, optimizer=samestep.AdamW(lr=0.01)) for task in tasks]
+    assert_same_steps([(recipe, "dp2", {}) for recipe in recipes], steps=2)
+
+
+def test_transformers_alone_is_told_that_there_are_no_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def joined() -> bool:
+        return True
+
+    monkeypatch.setattr(dist, "is_initialized", joined)
+    of_transformers: dict[str, Any] = {"__name__": "transformers.distributed.utils", "dist": dist}
+    exec("def asks():\n    return dist.is_initialized()", of_transformers)
+    with in_turn():
+        assert not of_transformers["asks"]()
+        assert dist.is_initialized()
+    assert of_transformers["asks"]()
+    assert dist.is_initialized is joined

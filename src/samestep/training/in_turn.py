@@ -3,6 +3,9 @@
 A `model()` may save a folder and load it again: a library that reads its modules from a folder, a tokenizer that is
 trained. If all ranks did so at once, one would read a file that another one has just emptied. What writes is found
 out as it happens, so that ranks that only read, as nearly all do, build at the same time.
+
+transformers saves on rank 0 alone once processes have joined, and a rank that loads what it saved would find nothing.
+While a rank builds a model, transformers saves on it as it does in one process.
 """
 
 import fcntl
@@ -14,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from samestep import private_folders
 
@@ -35,9 +40,29 @@ def in_turn() -> Iterator[None]:
     turn.begin()
     sys.addaudithook(turn.look)
     try:
-        yield
+        with _saved_on_each_rank():
+            yield
     finally:
         turn.end()
+
+
+@contextmanager
+def _saved_on_each_rank() -> Iterator[None]:
+    """Context in which transformers is told that processes have not joined, and it alone.
+
+    Other libraries are not: a model may make groups of its own, or sum a codebook over all ranks.
+    """
+    actual, thread = dist.is_initialized, threading.get_ident()
+
+    def is_initialized() -> bool:
+        library = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return actual() and (library != "transformers" or threading.get_ident() != thread)
+
+    dist.is_initialized = is_initialized
+    try:
+        yield
+    finally:
+        dist.is_initialized = actual
 
 
 class _Turn:
