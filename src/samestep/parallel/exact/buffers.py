@@ -21,12 +21,19 @@ from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.valueless import has_values
 from samestep.torch_internals.tensors import version_of
 
-Versions = dict[str, tuple[int, int, torch.Size]]
+Version = tuple[torch.Size, int, int, float | None]
+Versions = dict[str, Version]
 
 
 def versions(model: nn.Module) -> Versions:
-    """The id, the version counter and the shape of each buffer, by name."""
-    return {name: (id(buffer), version_of(buffer), buffer.shape) for name, buffer in model.named_buffers()}
+    """The shape, the id, the version counter and a checksum of each buffer, by name.
+
+    What is written through `.data`, as codebooks do, leaves the version counter as it was.
+    """
+    return {
+        name: (buffer.shape, id(buffer), version_of(buffer), float(_sum(buffer)) if has_values(buffer) else None)
+        for name, buffer in model.named_buffers()
+    }
 
 
 def check_buffers(model: nn.Module, before: Versions, group: dist.ProcessGroup) -> None:
@@ -58,9 +65,9 @@ def check_buffers(model: nn.Module, before: Versions, group: dist.ProcessGroup) 
             )
 
 
-def _is_filled(before: tuple[int, int, torch.Size] | None, after: tuple[int, int, torch.Size]) -> bool:
+def _is_filled(before: Version | None, after: Version) -> bool:
     """Whether a buffer was written to. A buffer of a new shape is a cache, whose size follows the inputs."""
-    return before != after and (before is None or before[2] == after[2])
+    return before != after and (before is None or before[0] == after[0])
 
 
 def _sum(buffer: Tensor) -> Tensor:
@@ -129,8 +136,8 @@ class RepeatedForwards:
             raise UserError(
                 f"the buffer {moved} is moved on by every training forward of {owner or 'the model'}, and {why}; "
                 "one process runs one forward a step, so use one micro-batch a rank (run.micro_batch: null), no "
-                "recompute and no pp, such as dp2 or fsdp2; where the buffer is a mean or a sum over the batch, "
-                f'have the task\'s batch_buffers() give {{"{moved}": "mean"}} or "sum"'
+                "recompute and no pp, such as dp2 or fsdp2, or tp2 if samples fill it; where the buffer is a mean or a "
+                f'sum over the batch, have the task\'s batch_buffers() give {{"{moved}": "mean"}} or "sum"'
             )
 
 
