@@ -361,6 +361,21 @@ class Checkpointed(Net):
         return hidden
 
 
+class Recomputed(Net):
+    """Layers that the model recomputes by itself, each alone or all in one."""
+
+    def __init__(self, *, together: bool = False) -> None:
+        super().__init__(*(Layer() for _ in range(4)))
+        self.together = together
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for layer in [super().between] if self.together else self.layers:
+            made = checkpoint(layer, hidden, use_reentrant=False)
+            assert isinstance(made, Tensor)
+            hidden = made
+        return hidden
+
+
 class Rebuilt(torch.autograd.Function):
     """Calls a layer without a graph, and once more for the gradient, which it takes by itself."""
 
@@ -687,6 +702,8 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "reshaped": lambda: Net(*(Reshaped() for _ in range(2))),
     "crossed": lambda: Net(*(Crossed() for _ in range(2))),
     "checkpointed": Checkpointed,
+    "recomputed": Recomputed,
+    "recomputed together": lambda: Recomputed(together=True),
     "called by functions": OfFunctions,
     "layers with functions": lambda: Net(*(WithFunction() for _ in range(3))),
     "graphs": _graphs,

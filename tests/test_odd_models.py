@@ -53,6 +53,8 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "writes to its input": ("fsdp2", "dp2", "zero1x2", "pp2", "tp2"),
     "crossed": ("tp2", "pp2"),
     "checkpointed": ("fsdp2",),
+    "recomputed": ("pp2", "pp2 schedule=zbv-zero-bubble", "pp2 schedule=interleaved-zero-bubble", "pp2 recompute=full", "fsdp2", "tp2"),
+    "recomputed together": ("fsdp2", "dp2"),
     "called by functions": ("dp2",),
     "layers with functions": ("pp2", "dp2"),
     "bloom": ("pp2", "tp2", "cp2"),
@@ -77,6 +79,7 @@ FAST: Mapping[str, tuple[str, ...]] = {
     "chosen": ("fsdp2",),
     "own gradient": ("zero2x2",),
     "layers with functions": ("pp2",),
+    "recomputed": ("pp2", "pp2 schedule=zbv-zero-bubble"),
     "penalized": ("zero1x2",),
     "weight norm": ("tp2",),
     "cancelling": ("dp2",),
@@ -233,6 +236,15 @@ def test_it_is_refused_under_every_such_layout() -> None:
     found = prove({case: (recipes[name], layout, run) for case, (name, layout, run, _) in given.items()}, steps=2)
     for case in MORE_REFUSED:
         assert_refused(case, found[case])
+
+
+def test_layers_of_two_stages_that_the_model_recomputes_in_one_are_refused() -> None:
+    with pytest.raises(samestep.UserError) as caught:
+        samestep.verify(recipe("recomputed together"), layout="pp2", steps=1, threads=1)
+    assert str(caught.value) == (
+        "the model's own checkpointing computes layers.0 again together with layers of another pipeline stage than its "
+        "own; use recompute=full in place of it, or a checkpoint around each layer alone"
+    )
 
 
 @pytest.mark.parametrize(

@@ -247,9 +247,12 @@ class _Step:
 
     def run(self, action: Action) -> None:
         """Run one action."""
-        {"F": self._forward, "B": self._whole_backward, "I": self._input_backward, "W": self._weight_backward}[
-            action.kind
-        ](action)
+        if action.kind == "F":
+            self._forward(action)
+            return
+        backwards = {"B": self._whole_backward, "I": self._input_backward, "W": self._weight_backward}
+        with self._pipeline.cut.in_backward_of(action.stage):
+            backwards[action.kind](action)
 
     def _forward(self, action: Action) -> None:
         """Receive, run the stage with a graph, and send; the graph is kept as `_Alive`."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.comm.mesh import Mesh, new_group
+from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.calls import Trace
 from samestep.parallel.exact.forward_context import ForwardContext
@@ -64,6 +65,7 @@ class StagedModel(nn.Module):
         self._device = device
         self._forward_context = forward_context
         self._run: StageRun | None = None
+        self._backward_of: int | None = None  # the stage whose backward runs
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
         units = units_of(model, trace, [block.name for block in plan.blocks])
         names = {id(module): name for name, module in model.named_modules()}
@@ -109,11 +111,36 @@ class StagedModel(nn.Module):
         call_hooks = own_hooks(unit)
 
         def forward(*arguments: Any, **keywords: Any) -> Any:
-            assert self._run is not None
+            if self._run is None:
+                return self._recomputed(name, module)(*arguments, **keywords)
             hooks = partial(call_hooks, standing[name])
             return self._run.call(name, module, blanks, hooks, arguments, keywords)
 
         return forward
+
+    def _recomputed(self, name: str, module: nn.Module | None) -> nn.Module:
+        """The unit of a stand-in that the model's own checkpointing calls in a backward.
+
+        Raises LayoutError for one of another stage: what that stage computed is not there any more.
+        """
+        if module is not None and self.plan.stages_of(name) == {self._backward_of}:
+            return module
+        failure = LayoutError(
+            f"the model's own checkpointing computes {name} again together with layers of another pipeline stage than "
+            f"its own; use recompute=full in place of it, or a checkpoint around each layer alone"
+        )
+        failure.on_every_rank = False
+        raise failure
+
+    @contextmanager
+    def in_backward_of(self, stage: int) -> Iterator[None]:
+        """Context of a backward of a stage, in which the model's own checkpointing may call its units again."""
+        self._backward_of = stage
+        try:
+            with self._standing_in(None):
+                yield
+        finally:
+            self._backward_of = None
 
     def _drop_parameters(self, units: Mapping[str, nn.Module]) -> None:
         """Replace parameters of modules that contain units by blanks, if no stage of this rank needs them."""
@@ -144,8 +171,8 @@ class StagedModel(nn.Module):
         return output
 
     @contextmanager
-    def _standing_in(self, run: StageRun) -> Iterator[None]:
-        """Context in which the model has stand-ins; between runs it has its own modules."""
+    def _standing_in(self, run: StageRun | None) -> Iterator[None]:
+        """Context in which the model has stand-ins; between runs and backwards it has its own modules."""
         before = [(parent, key, own_children(parent)[key]) for parent, key, _ in self._places]
         for parent, key, module in self._places:
             own_children(parent)[key] = module
