@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import samestep
@@ -376,6 +377,20 @@ class Recomputed(Net):
         return hidden
 
 
+class Packed(Net):
+    """Recurrent layers of texts of several lengths, which hand on packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.LSTM(12, 12, batch_first=True) for _ in range(3)))
+
+    def forward(self, words: Tensor) -> Any:
+        lengths = (1 + words[:, 0] % words.shape[1]).cpu()
+        hidden = pack_padded_sequence(self.embed(words), lengths, batch_first=True, enforce_sorted=False)
+        for layer in self.layers:
+            hidden, _ = layer(hidden)
+        return self.head(pad_packed_sequence(hidden, batch_first=True, total_length=words.shape[1])[0])
+
+
 class Rebuilt(torch.autograd.Function):
     """Calls a layer without a graph, and once more for the gradient, which it takes by itself."""
 
@@ -704,6 +719,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "checkpointed": Checkpointed,
     "recomputed": Recomputed,
     "recomputed together": lambda: Recomputed(together=True),
+    "packed": Packed,
     "called by functions": OfFunctions,
     "layers with functions": lambda: Net(*(WithFunction() for _ in range(3))),
     "graphs": _graphs,

@@ -53,8 +53,16 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "writes to its input": ("fsdp2", "dp2", "zero1x2", "pp2", "tp2"),
     "crossed": ("tp2", "pp2"),
     "checkpointed": ("fsdp2",),
-    "recomputed": ("pp2", "pp2 schedule=zbv-zero-bubble", "pp2 schedule=interleaved-zero-bubble", "pp2 recompute=full", "fsdp2", "tp2"),
+    "recomputed": (
+        "pp2",
+        "pp2 schedule=zbv-zero-bubble",
+        "pp2 schedule=interleaved-zero-bubble",
+        "pp2 recompute=full",
+        "fsdp2",
+        "tp2",
+    ),
     "recomputed together": ("fsdp2", "dp2"),
+    "packed": ("tp2", "fsdp2", "cp2"),
     "called by functions": ("dp2",),
     "layers with functions": ("pp2", "dp2"),
     "bloom": ("pp2", "tp2", "cp2"),
@@ -80,6 +88,7 @@ FAST: Mapping[str, tuple[str, ...]] = {
     "own gradient": ("zero2x2",),
     "layers with functions": ("pp2",),
     "recomputed": ("pp2", "pp2 schedule=zbv-zero-bubble"),
+    "packed": ("tp2",),
     "penalized": ("zero1x2",),
     "weight norm": ("tp2",),
     "cancelling": ("dp2",),
@@ -238,13 +247,24 @@ def test_it_is_refused_under_every_such_layout() -> None:
         assert_refused(case, found[case])
 
 
-def test_layers_of_two_stages_that_the_model_recomputes_in_one_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "recomputed together",
+            "the model's own checkpointing computes layers.0 again together with layers of another pipeline stage "
+            "than its own; use recompute=full in place of it, or a checkpoint around each layer alone",
+        ),
+        (
+            "packed",
+            "a pipeline needs a shape that no value decides); use dp2, which leaves the model whole on every rank",
+        ),
+    ],
+)
+def test_what_no_pipeline_stage_can_hand_on_or_compute_again_is_told(name: str, said: str) -> None:
     with pytest.raises(samestep.UserError) as caught:
-        samestep.verify(recipe("recomputed together"), layout="pp2", steps=1, threads=1)
-    assert str(caught.value) == (
-        "the model's own checkpointing computes layers.0 again together with layers of another pipeline stage than its "
-        "own; use recompute=full in place of it, or a checkpoint around each layer alone"
-    )
+        samestep.verify(recipe(name), layout="pp2", steps=1, threads=1)
+    assert str(caught.value).endswith(said)
 
 
 @pytest.mark.parametrize(

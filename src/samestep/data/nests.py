@@ -24,7 +24,8 @@ def map_tensors(function: Callable[[Any], Any], nest: Any, kind: type | tuple[ty
         return function(nest)
     if isinstance(nest, tuple):
         made = [map_tensors(function, item, kind) for item in nest]
-        return type(nest)(*made) if hasattr(nest, "_fields") else type(nest)(made)
+        # Past the class's own `__new__`, which may ask more of a tensor than what stands for it has.
+        return type(nest)._make(made) if hasattr(nest, "_fields") else type(nest)(made)  # pyright: ignore
     if isinstance(nest, list):
         return [map_tensors(function, item, kind) for item in nest]
     if isinstance(nest, Mapping):

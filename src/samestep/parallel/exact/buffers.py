@@ -136,8 +136,8 @@ class RepeatedForwards:
             raise UserError(
                 f"the buffer {moved} is moved on by every training forward of {owner or 'the model'}, and {why}; "
                 "one process runs one forward a step, so use one micro-batch a rank (run.micro_batch: null), no "
-                "recompute and no pp, such as dp2 or fsdp2, or tp2 if samples fill it; where the buffer is a mean or a "
-                f'sum over the batch, have the task\'s batch_buffers() give {{"{moved}": "mean"}} or "sum"'
+                "recompute and no pp, such as dp2 or fsdp2, or tp2 if samples fill it; where the buffer is a mean or "
+                f'a sum over the batch, have the task\'s batch_buffers() give {{"{moved}": "mean"}} or "sum"'
             )
 
 

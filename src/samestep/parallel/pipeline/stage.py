@@ -126,8 +126,8 @@ class StagedModel(nn.Module):
         if module is not None and self.plan.stages_of(name) == {self._backward_of}:
             return module
         failure = LayoutError(
-            f"the model's own checkpointing computes {name} again together with layers of another pipeline stage than "
-            f"its own; use recompute=full in place of it, or a checkpoint around each layer alone"
+            f"the model's own checkpointing computes {name} again together with layers of another pipeline stage "
+            "than its own; use recompute=full in place of it, or a checkpoint around each layer alone"
         )
         failure.on_every_rank = False
         raise failure
