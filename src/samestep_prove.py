@@ -3,6 +3,7 @@
 As a program, `python -m samestep_prove FILE FUNCTION`, it calls a function of a file: a rank of a function's proof.
 """
 
+import importlib
 import importlib.util
 import inspect
 import shlex
@@ -14,8 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from samestep.script_proof.compare import Verdict
+    from samestep.spot_checks.callbacks import lightning_callback, trainer_callback
+    from samestep.spot_checks.recorder import SpotChecks
 
-__all__ = ["assert_same_step"]
+__all__ = ["SpotChecks", "assert_same_step", "lightning_callback", "trainer_callback"]
+
+_OF_SPOT_CHECKS = {
+    "SpotChecks": "recorder",
+    "lightning_callback": "callbacks",
+    "trainer_callback": "callbacks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what records a real training when it is asked for: it needs PyTorch, which a proof's parent does not."""
+    if name not in _OF_SPOT_CHECKS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"samestep.spot_checks.{_OF_SPOT_CHECKS[name]}"), name)
 
 
 def assert_same_step(

@@ -30,7 +30,7 @@ WINGS: Mapping[str, tuple[str, str]] = {
         "torch_internals "
         "display/tables display/page display/steps_figure display/columns display/curves_svg display/schedule_svg",
     ),
-    "prove": ("base", "recording script_proof"),
+    "prove": ("base", "recording script_proof spot_checks"),
     "launch": ("base", "launch fault_tolerance"),
     "train": (
         "base prove launch",

@@ -58,7 +58,7 @@ def test_scripts_of_the_zoo_are_judged_by_torchruns_ranks(name: str, kind: str |
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the following arguments are required: COMMAND; `samestep-prove --help` says what there is"),
+        ([], 'samestep-prove needs a command, such as "train.py --batch-size 16", or --spot-checks FOLDER'),
         (["nowhere.py"], "COMMAND nowhere.py: there is no such script in "),
         (["train.py", "--processes", "1"], "--processes is '1'; a whole number from 2"),
         (

@@ -25,7 +25,14 @@ GROUPS: Sequence[tuple[tuple[str, str], tuple[str, ...]]] = (
         ("weights, buffers and draws", "权重、buffer 与随机数"),
         (
             *("weights-not-broadcast", "weights-not-sent", "weights-changed", "weights-averaged", "local-steps"),
-            *("other-initial-weights", "not-initialised", "other-dtype", "further-parameters", "ranks-differ"),
+            *(
+                "other-initial-weights",
+                "not-initialised",
+                "other-dtype",
+                "further-parameters",
+                "ranks-differ",
+                "weights-drift",
+            ),
             *("buffers-differ", "buffer", "copies-differ", "copy-differs", "copy-not-updated", "copy-lost"),
             *("equal-draws", "own-draws"),
         ),
@@ -47,7 +54,14 @@ GROUPS: Sequence[tuple[tuple[str, str], tuple[str, ...]]] = (
     (
         ("learning rate, decay and update", "学习率、权重衰减与更新"),
         (
-            *("schedule-steps", "schedule-length", "learning-rate", "learning-rate-scaled", "learning-rate-differs"),
+            *(
+                "schedule-steps",
+                "schedule-length",
+                "learning-rate",
+                "learning-rate-scaled",
+                "learning-rate-differs",
+                "settings-differ",
+            ),
             *("weight-decay", "optimizer-setting", "other-group", "not-in-optimizer", "other-shape"),
             *("update-differs", "weights-differ", "scaler-differs"),
         ),

@@ -11,6 +11,7 @@ from samestep.errors import UserError
 from samestep.input_files import path_option
 from samestep.limits import WholeNumber
 from samestep.ranks import DeviceChoice
+from samestep.spot_checks import report as spot_checks
 
 if TYPE_CHECKING:
     from samestep.jobfile import LoadedJob
@@ -48,10 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, json="write the differences to a file", report="write a page of HTML, without a network"
     )
     verify_against.add_arguments(parser)
+    spot_checks.add_argument(parser)
     verify_script.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.spot_checks is not None:
+        if options.job is not None or options.script is not None or options.against is not None:
+            raise UserError("--spot-checks judges what was recorded, and runs nothing; leave everything else out")
+        return spot_checks.run(options.spot_checks, options)
     if options.against is not None:
         return verify_against.run(options)
     if options.script is not None:

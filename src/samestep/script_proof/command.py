@@ -15,6 +15,7 @@ from samestep.errors import USERS_MISTAKE, InterruptedJobError, UserError
 from samestep.limits import WholeNumber
 from samestep.progress import phases
 from samestep.script_proof import options as script_options
+from samestep.spot_checks import report as spot_checks
 from samestep.variables import without_values
 
 
@@ -39,6 +40,12 @@ def _run(options: argparse.Namespace) -> int:
     from samestep.script_proof.runs import launched
     from samestep.script_proof.torchrun import by_torchrun
 
+    if options.spot_checks is not None:
+        if options.script is not None:
+            raise UserError("--spot-checks judges what was recorded, and runs nothing; leave the command out")
+        return spot_checks.run(options.spot_checks, options)
+    if options.script is None:
+        raise UserError('samestep-prove needs a command, such as "train.py --batch-size 16", or --spot-checks FOLDER')
     proof = script_options.read(options, options.script, flag="COMMAND")
     script_options.check_outputs(options, install="pip install plotly")
     whole = importlib.util.find_spec("samestep.launch") is not None
@@ -58,12 +65,18 @@ def _parser() -> argparse.ArgumentParser:
         "it stands, alone and split, under a recorder.",
     )
     add = parser.add_argument
-    add("script", metavar="COMMAND", help='"train.py --batch-size 16", or "-m package.train", after NAME=VALUE')
+    add(
+        "script",
+        nargs="?",
+        metavar="COMMAND",
+        help='"train.py --batch-size 16", or "-m package.train", after NAME=VALUE',
+    )
     add("--processes", metavar="N", help=f"ranks of the split run (default: {script_options.PROCESSES})")
     add("--steps", type=WholeNumber(), metavar="N", help=f"how many are compared (default: {script_options.STEPS})")
     add("--device", choices=("auto", "cpu"), help="cpu: without accelerators (default: auto)")
     add("--dropout", action="store_true", help="leave dropout on")
     add("--progress", metavar="TIME", help="off a terminal, a line every so often, or none")
+    spot_checks.add_argument(parser)
     script_options.add_arguments(parser)
     output_files.add_arguments(
         parser, json="write the differences to a file", report="write a page of HTML, without a network"

@@ -74,6 +74,10 @@ KINDS: Mapping[str, Words] = {
         "weights are {split} when the job is split, and {alone} in one process",
         "切分运行的权重是 {split}，单个进程是 {alone}",
     ),
+    "weights-drift": Words(
+        "ranks have different weights before this step, and began with equal ones",
+        "各 rank 在这一步之前的权重不同，而开始时相同",
+    ),
     "ranks-differ": Words(
         "ranks have different weights after the step, of equal gradients",
         "梯度相同，但这一步之后各 rank 的权重不同",
@@ -225,6 +229,10 @@ KINDS: Mapping[str, Words] = {
     "learning-rate": Words(
         "the learning rate is {split:.4g} instead of {alone:.4g}",
         "学习率是 {split:.4g}，应为 {alone:.4g}",
+    ),
+    "settings-differ": Words(
+        "ranks have different settings of the optimizer: {name} is {values}",
+        "各 rank 的优化器设置不同：{name} 为 {values}",
     ),
     "schedule-length": Words(
         "the schedule is longer than the training: it ends after {split} steps, one process takes {alone} or more, "
