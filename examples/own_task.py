@@ -1,10 +1,23 @@
 """A task of one's own: which of three spiral arms is a point on?"""
 
 import torch
-from torch import nn
-from torchmetrics.classification import MulticlassAccuracy
+from torch import Tensor, nn
 
 import samestep
+
+
+class Accuracy:
+    """The share of right answers. Any object with `update` and `compute` does, such as torchmetrics' metrics."""
+
+    def __init__(self) -> None:
+        self._right = self._seen = 0
+
+    def update(self, scores: Tensor, classes: Tensor) -> None:
+        self._right += int((scores.argmax(dim=-1) == classes).sum())
+        self._seen += len(classes)
+
+    def compute(self) -> float:
+        return self._right / self._seen
 
 
 class Spirals(samestep.Task):
@@ -28,8 +41,8 @@ class Spirals(samestep.Task):
     def eval_set(self) -> samestep.Samples:
         return self.samples[:300]
 
-    def loss(self, output: torch.Tensor, batch: samestep.Batch) -> tuple[torch.Tensor, int]:
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:
         return nn.functional.cross_entropy(output, batch.targets, reduction="sum"), len(output)
 
-    def metrics(self) -> dict[str, MulticlassAccuracy]:
-        return {"accuracy": MulticlassAccuracy(num_classes=3, average="micro")}
+    def metrics(self) -> dict[str, Accuracy]:
+        return {"accuracy": Accuracy()}

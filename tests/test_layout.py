@@ -150,7 +150,8 @@ UNKNOWN = "write parts such as pp2 dp2 fsdp2 ep2 cp2 tp2 zero1x4, or one of " + 
     ("text", "processes", "expected"),
     [
         ("xp2", None, f'layout "xp2": "xp2" is not a part of a layout; {UNKNOWN}'),
-        ("dp2 ddp4", None, f'layout "dp2 ddp4": "ddp4" is not a part of a layout; {UNKNOWN}'),
+        ("dp2 ddp4", None, f'layout "dp2 ddp4": "ddp4" is not a part of a layout; did you mean "dp4"? {UNKNOWN}'),
+        ("fsp2", None, f'layout "fsp2": "fsp2" is not a part of a layout; did you mean "fsdp2"? {UNKNOWN}'),
         ("zero4x2", None, f'layout "zero4x2": "zero4x2" is not a part of a layout; {UNKNOWN}'),
         ("dp-2", None, f'layout "dp-2": "dp-2" is not a part of a layout; {UNKNOWN}'),
         ("dp0", None, 'layout "dp0": "dp0" has size 0; it must be a whole number from 1 to 1,048,576'),

@@ -169,3 +169,17 @@ def test_a_mistake_is_told_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     assert command.main(["train.py", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="here the script finds an accelerator")
+@pytest.mark.parametrize(
+    "line", ["torch.zeros(2).cuda()", "import torch.distributed as dist; dist.init_process_group('nccl')"]
+)
+def test_a_script_that_finds_no_accelerator_is_told_of_the_option(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(f"import torch\n{line}\n")
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["train.py"]) == 2
+    said = capsys.readouterr().err
+    assert "(it asks for an accelerator, and PyTorch finds none; with --on cpu it runs on the CPU)" in said

@@ -1,5 +1,6 @@
 """Layout: how a training is spread over processes. Its text form, its sizes, and every rule about them."""
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -332,6 +333,13 @@ def _check_options(text: str, values: Mapping[str, int | str], unsized: str | No
             )
 
 
+def _near(part: str) -> str:
+    """Suggest the part that a mistyped one is closest to: "dpp2" is dp2."""
+    match = re.fullmatch(r"([a-z]+)(\d+)", part)
+    near = difflib.get_close_matches(match[1], _LETTERS, n=1) if match else []
+    return f'did you mean "{near[0]}{match[2]}"? ' if match and near else ""
+
+
 def _expand(parts: Sequence[str]) -> list[str]:
     """Replace presets by the parts that they stand for."""
     return [part for word in parts for part in (PRESETS[word].split() if word in PRESETS else [word])]
@@ -353,7 +361,7 @@ def _read_part(text: str, part: str, values: dict[str, int | str]) -> tuple[str 
         if axis == "shard":
             values["zero"] = 3
     else:
-        raise LayoutError(f'layout "{text}": "{part}" is not a part of a layout; {_EXAMPLES}')
+        raise LayoutError(f'layout "{text}": "{part}" is not a part of a layout; {_near(part)}{_EXAMPLES}')
     size = read_whole(digits)
     if digits and (size is None or not 1 <= size <= MOST_RANKS):
         raise LayoutError(f'layout "{text}": "{part}" has size {digits}; it must be {in_words(1, MOST_RANKS)}')

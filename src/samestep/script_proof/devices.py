@@ -30,6 +30,12 @@ Note = Callable[[str, str], None]  # what was changed, and the place that asked 
 
 # What PyTorch takes where a script names no kind of accelerator.
 USUAL_KIND: str = inspect.signature(torch.amp.GradScaler.__init__).parameters["device"].default
+# What PyTorch says to a script that asks for an accelerator where it finds none.
+NO_ACCELERATOR = re.compile(
+    r"doesn't have NCCL built in|no GPUs found|not compiled with CUDA|Found no NVIDIA driver|"
+    r"assert torch\.cuda\.is_available|No CUDA GPUs are available|"
+    r"deserialize object on a CUDA device|CUDA driver initialization failed"
+)
 _CPU = torch.device("cpu")
 _REAL_DEVICE, _REAL_GENERATOR = torch.device, torch.Generator
 _FACTORIES = (

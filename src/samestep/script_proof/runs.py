@@ -17,6 +17,7 @@ from samestep.recording.record import RankRecord, RunRecord
 from samestep.recording.store import events, steps_in
 from samestep.script_proof import extensions
 from samestep.script_proof.children import LAUNCHER, gather
+from samestep.script_proof.devices import NO_ACCELERATOR
 from samestep.script_proof.follow import following
 from samestep.script_proof.imports import starts_processes
 from samestep.script_proof.sampling import check_steps, places_matter
@@ -358,6 +359,9 @@ _ALONE = (
 )
 
 
+_NO_ACCELERATOR = " (it asks for an accelerator, and PyTorch finds none; with --on cpu it runs on the CPU)"
+
+
 def _check(
     starts: Sequence[ScriptStart], outcomes: Sequence[subprocess_group.CommandOutcome], proof: ScriptProof
 ) -> None:
@@ -379,6 +383,8 @@ def _check(
             if (early := _ended_early(start.place)) is not None:
                 raise UserError(f"{start.title} failed: {early}")
             hint = _ALONE if start.ranks == 1 else ""
+            if proof.on is None and NO_ACCELERATOR.search(outcome.output):
+                hint = _NO_ACCELERATOR
             reason = _reason(outcome.output) or f"it ended with exit code {outcome.code} and wrote nothing"
             raise UserError(f"{start.title} failed{hint}:\n{reason}")
 
