@@ -121,6 +121,14 @@ def what_other_files_imported_is_left_out_of_collections() -> None:
         gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def uncollected() -> Iterator[None]:
+    """For tests that parse all modules: the search for garbage among them took five times as long as the parser."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def environment_is_left_as_found() -> Iterator[None]:
     """Fail a test that leaves a variable set, changed or removed, and put it back for the tests after it."""

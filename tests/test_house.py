@@ -1,7 +1,6 @@
 """The rules of the house: who may import whom, what stands in one place only, and what isn't loaded at the start."""
 
 import ast
-import gc
 import json
 import re
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 import samestep
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("uncollected")]
 
 SOURCE = Path(samestep.__file__).parent
 
@@ -85,14 +84,6 @@ def wing_of(module: str) -> str | None:
 parsed = cache(ast.parse)  # several tests look at every module
 
 
-@pytest.fixture(autouse=True, scope="module")
-def trees_are_no_garbage() -> Iterator[None]:
-    """Collections that look at every parsed module again and again took five times as long as the parser."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
 def is_for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
@@ -154,9 +145,11 @@ def module_of(name: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module not in EXEMPT])
-def test_a_module_has_its_wing_and_imports_only_from_those_that_it_may(module: str) -> None:
-    assert wrong_imports(module, (SOURCE / module).read_text(encoding="utf-8")) == []
+def test_a_module_has_its_wing_and_imports_only_from_those_that_it_may() -> None:
+    modules = [module for module in MODULES if module not in EXEMPT]
+    assert [
+        wrong for module in modules for wrong in wrong_imports(module, (SOURCE / module).read_text("utf-8"))
+    ] == []
 
 
 def test_the_wings_form_no_circle_and_name_only_what_there_is() -> None:

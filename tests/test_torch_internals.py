@@ -180,6 +180,7 @@ NAMES = {
 }
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_private_names_of_pytorch_stand_in_torch_internals_only() -> None:
     texts = {file: file.read_text(encoding="utf-8") for file in FILES}
     everywhere = frozenset(name for text in texts.values() for name in own_names(text))
