@@ -69,6 +69,8 @@ from transformers import BertForMaskedLM, BertForQuestionAnswering, BertForToken
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import samestep
+from samestep.contract.check import check_contract
+from samestep.layout import Layout
 from samestep.verification.proof import Proof
 
 HuggingFace = samestep.tasks.HuggingFace
@@ -234,6 +236,39 @@ def words_of_one_class(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     batch = padded(rows)
     labels = torch.tensor([[row["label"]] for row in rows]).expand_as(batch["input_ids"])
     return {**batch, "labels": labels.masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+@pytest.mark.parametrize(
+    ("build", "rows", "collator", "forwards"),
+    [
+        (bert, texts(), classes, 5),
+        (gpt2, texts(), next_words, 5),
+        (partial(bert, transformers.BertForTokenClassification), texts(), words_of_classes, 5),
+        (bert, with_one_of_padding(0), classes, 6),
+    ],
+)
+def test_a_model_is_called_six_times_at_most_before_ranks_start(
+    build: Callable[[], nn.Module], rows: Any, collator: Any, forwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two or three times to find what its loss is a mean over, and three times, with backwards, for the contract."""
+    counts = {"forward": 0, "backward": 0}
+    backward = Tensor.backward
+
+    def counted() -> nn.Module:
+        model = build()
+        model.register_forward_pre_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
+        return model
+
+    def counted_backward(*arguments: Any, **keywords: Any) -> None:
+        counts["backward"] += 1
+        backward(*arguments, **keywords)
+
+    monkeypatch.setattr(Tensor, "backward", counted_backward)
+    task = handed(counted, rows, collator, eval_data=None)
+    job = samestep.Job(recipe=samestep.Recipe(task=task, batch=8, optimizer=samestep.AdamW(lr=0.01)))
+    task.check()
+    check_contract(job, Layout(), task)
+    assert counts == {"forward": forwards, "backward": 3}
 
 
 @pytest.mark.parametrize(

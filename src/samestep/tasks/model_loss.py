@@ -21,8 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -120,8 +119,8 @@ def find_terms(model: nn.Module, parts: Parts, labels: Sequence[str], own_count:
         counts = _counts(candidates(model, parts.whole.inputs, labels), parts)
         if weighted := _weighted(trial, list(counts)):
             return FoundTerms(terms=None, weighted=weighted)
-        one_for_all = all(proportional(one, other) for one, other in pairwise(counts.values()))
-        fitting = _settled_by_labels(trial, list(counts)) if one_for_all else []
+        by_labels = _settled_by_labels(trial, list(counts)) if _one_for_all(counts, list(counts)) else []
+        fitting = by_labels or _settled_by_logits(trial, counts)
         fitting = (_matching_logits(trial, fitting) or fitting) if fitting else _fitting(trial, counts)
         best, *others = fitting
     doubtful = [(other, sum(counts[other]), sum(counts[best])) for other in others]
@@ -264,6 +263,25 @@ def _settled_by_labels(trial: _Trial, tried: Sequence[Terms]) -> list[Terms]:
     return []
 
 
+def _settled_by_logits(trial: _Trial, counts: Mapping[Terms, Sequence[int]]) -> list[Terms]:
+    """The candidates of labels by which the cross-entropy of the logits is the mean of the first part and the whole.
+
+    Saves a forward of the rest. Empty where that doesn't tell, or rows have other logits among others.
+    """
+    matching = _matching_logits(trial, list(counts), "first")
+    matching = matching and _matching_logits(trial, matching, "whole")
+    if not matching or _depends_on_others(trial) is not None:
+        return []
+    if not _one_for_all(counts, matching):
+        matching = _told_by_labels(trial, matching)
+    return matching if _one_for_all(counts, matching) else []
+
+
+def _one_for_all(counts: Mapping[Terms, Sequence[int]], some: Sequence[Terms]) -> bool:
+    """Whether a step is the same with each of some candidates."""
+    return all(proportional(counts[some[0]], counts[other]) for other in some)
+
+
 def _fitting(trial: _Trial, counts: Mapping[Terms, Sequence[int]]) -> list[Terms]:
     """The candidates whose parts add up to the whole. Raises UserError where there is none."""
     whole = trial.of("whole").mean
@@ -281,13 +299,12 @@ def _fitting(trial: _Trial, counts: Mapping[Terms, Sequence[int]]) -> list[Terms
     most = max(_CLEARLY * errors[best], _LEAST * trial.epsilon)
     fitting = [terms for terms, error in errors.items() if error <= most]
     matching = _matching_logits(trial, fitting)
-    if matching and all(proportional(counts[matching[0]], counts[other]) for other in matching):
+    if matching and _one_for_all(counts, matching):
         return matching
     fitting = matching or fitting
-    one_for_all = all(proportional(counts[fitting[0]], counts[other]) for other in fitting)
-    if not one_for_all or len({terms.of_labels for terms in fitting}) > 1:
+    if not _one_for_all(counts, fitting) or len({terms.of_labels for terms in fitting}) > 1:
         fitting = _told_by_labels(trial, fitting)
-    if not all(proportional(counts[fitting[0]], counts[other]) for other in fitting):
+    if not _one_for_all(counts, fitting):
         raise NoFitError(
             f"the loss of {trial.name} may be a mean over several things, which a few rows don't tell apart; use "
             f"{COUNT}"
@@ -334,9 +351,11 @@ def _misfit_of(means: Sequence[float], counts: Sequence[int]) -> float:
     return abs(sums[0] - sum(sums[1:])) / size
 
 
-def _matching_logits(trial: _Trial, fitting: Sequence[Terms]) -> list[Terms]:
-    """The candidates of labels by which the cross-entropy of the logits is the model's mean."""
-    part, forward = trial.parts.first, trial.of("first")
+def _matching_logits(
+    trial: _Trial, fitting: Sequence[Terms], which: Literal["first", "whole"] = "first"
+) -> list[Terms]:
+    """The candidates of labels by which the cross-entropy of the logits is the model's mean, of one of the parts."""
+    part, forward = getattr(trial.parts, which), trial.of(which)
     errors: dict[Terms, float] = {}
     for terms in fitting:
         logits, labels = forward.logits, part.inputs.get(terms.label)
