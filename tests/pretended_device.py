@@ -179,11 +179,11 @@ class _Module:
 
     manual_seed = manual_seed_all
 
-    def get_rng_state(self, _: Any = None) -> Tensor:
+    def get_rng_state(self, device: Any = None) -> Tensor:
         return self.generator.get_state()
 
-    def set_rng_state(self, state: Tensor, _: Any = None) -> None:
-        self.generator.set_state(state)
+    def set_rng_state(self, new_state: Tensor, device: Any = None) -> None:
+        self.generator.set_state(new_state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

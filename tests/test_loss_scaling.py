@@ -35,8 +35,7 @@ class Scaled:
 
 def _job(layout: str) -> Job:
     job = jobfile.load(JOB, []).job
-    model = {**job.recipe.model, "layers": 2}
-    recipe = replace(job.recipe, model=model, precision="fp16", dropout=False, steps=3 + STEPS)
+    recipe = replace(job.recipe, precision="fp16", dropout=False, steps=3 + STEPS)
     return replace(job, recipe=recipe, run=replace(job.run, layout=layout, threads=1))
 
 

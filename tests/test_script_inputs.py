@@ -17,7 +17,7 @@ REFUSED = {
     "endless": r"odd_training\.py endless with 1 process did not end within 3 s; --steps N stops it",
     "not-alone": r"(?s)failed \(verify needs one that works with one process.*this script is for several ranks",
     "needs-data": r"(?s)failed.*the following arguments are required: --data",
-    "own-processes": r"took no step of an optimizer in its own process, and started others",
+    "own-processes": r"starts its ranks itself, and 1 of them trained in the split run, where --processes is 2",
     "waits": r"waits with 1 process started processes of its own and took no step of an optimizer within 3 s",
     "modules": r"--modules \*\.nowhere: no parameter has such a name; there are weight, bias",
     "exits": r"(?s)with 1 process failed.*exit code",

@@ -68,7 +68,9 @@ def _together(starts: Sequence[ScriptStart], proof: ScriptProof) -> list[Command
 
 def _outcome(start: ScriptStart, codes: Sequence[int | None], failed: bool) -> CommandOutcome:
     code = next((code for code in codes if code), 0 if None not in codes or failed else None)
-    texts = [(start.place / f"output-{rank}.txt").read_text(errors="replace") for rank in range(start.ranks)]
+    files = [start.place / f"output-{rank}.txt" for rank in range(start.ranks)]
+    # A rank that is ended by the time limit may not have come to write.
+    texts = [file.read_text(errors="replace") for file in files if file.is_file()]
     return CommandOutcome(code=code, seconds=0.0, output="\n".join(texts))
 
 
