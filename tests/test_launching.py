@@ -10,6 +10,7 @@ from multiprocessing import forkserver, resource_tracker
 import psutil
 import pytest
 from launching import TOLD, assert_nothing_is_left, processes_alive
+from small_jobs import wait_until
 
 from samestep.launch.script_env import sidecar
 from samestep.launch.starter import agent_command
@@ -41,7 +42,8 @@ def planted(command: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
 )
 def test_what_a_test_started_is_found(command: Sequence[str]) -> None:
     with planted(command) as process:
-        assert process.pid in [each.pid for each in processes_alive()]
+        # A program has no environment yet in the moment in which it begins.
+        wait_until(lambda: process.pid in [each.pid for each in processes_alive()])
     assert process.pid not in [each.pid for each in processes_alive()]
 
 
