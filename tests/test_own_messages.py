@@ -12,6 +12,7 @@ from small_tasks import Points
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.distributed.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import samestep
 from samestep.errors import UserError
@@ -19,6 +20,7 @@ from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.launch.world import join
 from samestep.layout import Layout
+from samestep.parallel.own_backwards import own_backwards_refused
 from samestep.training.fit import Training
 
 
@@ -211,6 +213,23 @@ def test_a_backward_inside_of_the_backward_is_refused(told: Mapping[str, str], n
     assert told[name].startswith(f'layout "{layout}": the backward of Reversible runs another one inside (backw')
     assert "test_own_messages.py:" in told[name]
     assert "use one process" in told[name]
+
+
+class PassesOn(TorchFunctionMode):
+    """Answers calls of PyTorch's by themselves, as the mode does in which casts are proved in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_backward_inside_of_the_backward_is_found_below_a_mode() -> None:
+    model = Reversible()
+    with (
+        own_backwards_refused(model, Layout.parse("dp2")),
+        pytest.raises(UserError, match=r"the backward of Reversible runs another one inside \(backw"),
+        PassesOn(),
+    ):
+        model(torch.ones(2, 4)).sum().backward()
 
 
 def test_one_process_takes_it_and_a_seed_is_no_draw(tmp_path: Path) -> None:

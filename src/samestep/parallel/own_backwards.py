@@ -55,11 +55,12 @@ def _in_backward() -> bool:
 def _check_caller(model: nn.Module, layout: Layout) -> None:
     """Raise LayoutError where the code that calls backward isn't PyTorch's or samestep's."""
     frame: Any = sys._getframe(2)
-    if frame.f_code.co_filename == torch.Tensor.backward.__code__.co_filename:
+    # A tensor's `backward` and modes that answer for it stand between.
+    while any(Path(frame.f_code.co_filename).is_relative_to(own) for own in _OWN):
+        if frame.f_code is _FUNCTIONS_BACKWARD:
+            return
         frame = frame.f_back
     file = Path(frame.f_code.co_filename)
-    if any(file.is_relative_to(own) for own in _OWN):
-        return
     failure = LayoutError(
         f'layout "{layout}": the backward of {class_of(model)} runs another one inside ({frame.f_code.co_name} at '
         f"{shown(file)}:{frame.f_lineno}), as reversible layers do, which takes modules of several blocks again, "
