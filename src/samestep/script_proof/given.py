@@ -41,17 +41,40 @@ class GivenBatches:
         self._evaluated = not training
         if training:
             self._new = []
-        batch = self._batch_of(rows) if rows is not None else None
-        if batch is not None:
-            batch.used = True
-            columns[NUMBERED] = list(batch.samples)
+        samples = self._samples_of(rows) if rows is not None else None
+        if samples is not None:
+            columns[NUMBERED] = list(samples)
         return columns
 
-    def _batch_of(self, rows: ForwardRows) -> _Batch | None:
-        """The batch whose rows these are; if the script has made others of them, the last one of this size."""
+    def _samples_of(self, rows: ForwardRows) -> Sequence[str] | None:
+        """The sample of each row: of the whole batch that these rows are, else of the rows wherever they stood.
+
+        A rank may take its rows out of a batch that all ranks have, and one forward may have several batches.
+        """
         latest = [batch for batch in reversed(self._batches) if len(batch.samples) == rows.batch]
         hashes_of_rows = [list(hashes) for hashes in rows.hashes.values()]
         for batch in latest:
             if any(list(hashes) in hashes_of_rows for hashes in batch.hashes):
-                return batch
-        return next((batch for batch in latest if not batch.used), next(iter(latest), None))
+                batch.used = True
+                return batch.samples
+        for hashes in hashes_of_rows:
+            samples = self._by_row(hashes)
+            if samples is not None:
+                return samples
+        batch = next((batch for batch in latest if not batch.used), next(iter(latest), None))
+        if batch is None:
+            return None
+        batch.used = True
+        return batch.samples
+
+    def _by_row(self, hashes: Sequence[str]) -> list[str] | None:
+        """The samples whose rows have these hashes, in the newest batches; None where one isn't there."""
+        known: dict[str, list[str]] = {}
+        for batch in self._batches:
+            for of_tensor in batch.hashes:
+                for hash_, sample in zip(of_tensor, batch.samples, strict=True):
+                    known.setdefault(hash_, []).append(sample)
+        # Labels are alike in many rows, and would not tell samples apart.
+        if any(len(set(known.get(hash_, ()))) != 1 for hash_ in hashes):
+            return None
+        return [known[hash_][-1] for hash_ in hashes]
