@@ -541,7 +541,7 @@ def test_a_script_is_proved_by_the_command(
     assert "梯度是 2.000 倍" in text
 
 
-FEW = ("fault_clip_fsdp1_shards", "right_sliced")
+FEW = ("fault_clip_fsdp1_shards", "right_sliced_micro_batches")
 
 
 def zoo(file: Path, *names: str, limit: float) -> list[dict[str, Any]]:
