@@ -19,6 +19,7 @@ from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.launch.world import join
 from samestep.layout import Layout
+from samestep.parallel.exact.float64 import in_float64
 from samestep.parallel.own_backwards import own_backwards_refused
 from samestep.training.fit import Training
 
@@ -219,7 +220,7 @@ def test_a_backward_inside_of_the_backward_is_found_below_a_mode() -> None:
     with (
         own_backwards_refused(model, Layout.parse("dp2")),
         pytest.raises(UserError, match=r"the backward of Reversible runs another one inside \(backw"),
-        torch.device("cpu"),  # a mode
+        in_float64(),  # a mode, below which models that cast are proved
     ):
         model(torch.ones(2, 4)).sum().backward()
 
