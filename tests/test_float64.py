@@ -1,6 +1,11 @@
 """A step in float64 computes in float64 throughout, whatever a model casts to float32, and takes no false alarm."""
 
+import _thread
+import builtins
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -244,3 +249,18 @@ def by_numpy(x: Any, weights: dict[str, Any]) -> Any:
     mixed = scores / scores.sum(-1, keepdims=True) @ v
     sums = np.stack([mixed[:, 0::2].sum(1), mixed[:, 1::2].sum(1)], 1)
     return x + (mixed + sums.mean(1, keepdims=True)) @ weights["out.weight"].T + weights["out.bias"] + mixed**3
+
+
+def test_what_is_imported_by_no_code_of_pythons_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the threads of autograd's in which an accelerator's backward runs: no function of Python's calls."""
+    (tmp_path / "made_for_a_thread.py").write_text("number = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    failed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    with in_float64():
+        _thread.start_new_thread(builtins.__import__, ("made_for_a_thread",))
+        until = time.monotonic() + 20
+        while "made_for_a_thread" not in sys.modules and not failed and time.monotonic() < until:
+            time.sleep(0.01)
+    assert failed == []
+    assert sys.modules.pop("made_for_a_thread").number == 1

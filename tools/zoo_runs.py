@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -90,6 +91,7 @@ def _rank(start: ScriptStart, proof: ScriptProof, rank: int, port: int) -> int:
     code = 1
     # What is to be removed at the end of the process it came from is not this one's.
     multiprocessing.util._finalizer_registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    weakref.finalize._registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     try:
         _become(start, rank, _variables(start, proof, rank, port))
         code = 0

@@ -120,7 +120,7 @@ class _Questions(TorchDispatchMode):
         return result
 
     def _question(self, value: Any) -> _Question:
-        frame: Any = sys._getframe(2)
+        frame: Any = sys._getframe(1).f_back  # None: C++ asks, in a thread of autograd's
         line, owner = None, None
         while frame is not None and owner is None:
             if line is None and is_foreign(frame.f_code.co_filename):

@@ -43,7 +43,9 @@ def _outside(importing: Callable[..., Any], dtype: torch.dtype) -> Callable[...,
     """Wrap a function that imports modules."""
 
     def load(*arguments: Any, **keywords: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        calling = sys._getframe().f_back
+        # None: C++ imports, as in the threads in which autograd runs an accelerator's backward.
+        caller = "torch" if calling is None else str(calling.f_globals.get("__name__"))
         if caller.partition(".")[0] in _NOT_LOOKED_AT:  # PyTorch imports in calls of every operator
             return importing(*arguments, **keywords)
         now = torch.get_default_dtype()
