@@ -237,7 +237,7 @@ MENDS = (
         now="return largest(self._used, self._group, facts.device.type), facts",
         before="return facts.new_tensor(self._used).tolist(), facts",
         test="test_accelerator.py::test_what_a_job_may_ask_for_waits_nowhere[ordered]",
-        seen="waits for the device: parallel/ordered.py:_told",
+        seen="waits for the device: parallel/ordered.py:_all_reduce_facts",
     ),
     Mend(
         what="which parameters any rank used is told on the CPU where an optimizer steps whole matrices",

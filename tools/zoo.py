@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -174,7 +175,9 @@ def shown_by_loss(seen: Seen) -> bool:
         losses = [losses_of(RunRecord.read(start.place)) for start in starts]
     ends = [_end(each) for each in losses[: len(_SEEDS)]]
     split = losses[len(_SEEDS)] if len(losses) > len(_SEEDS) else seen.verdict.losses["split"]
-    return abs(_end(split) - fmean(ends)) > 2 * stdev(ends)
+    if not all(map(isfinite, ends)):
+        return False  # one process's losses say nothing either
+    return not abs(_end(split) - fmean(ends)) <= 2 * stdev(ends)
 
 
 def _end(losses: Sequence[float]) -> float:
