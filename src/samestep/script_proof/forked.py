@@ -11,9 +11,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from random import SystemRandom
 from typing import Any
 
 from samestep import environment, subprocess_group
+from samestep.errors import UserError
 from samestep.progress import phases
 from samestep.script_proof.imports import imports_of
 from samestep.script_proof.runs import LOGS, ScriptProof, ScriptStart, Starter, with_variables
@@ -198,6 +200,15 @@ def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port on which nobody listens, below those that systems give to connections.
+
+    The script listens there a second later, and meanwhile any program's connection might get one of these.
+    """
+    for port in SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise UserError(f"all ports of 127.0.0.1 from {_PORTS[0]} to {_PORTS[-1]} are in use; end what listens there")
+
+
+_PORTS = range(20_000, 32_768)

@@ -48,9 +48,26 @@ def without_sync(model: nn.Module) -> None:
 
 
 def first_batch_norm(model: nn.Module) -> str | None:
-    """A model's first batch norm, which needs a rank's samples of a step in one forward: its name and class."""
-    norms = (_described(name, module) for name, module in model.named_modules() if isinstance(module, AnyBatchNorm))
-    return next(norms, None)
+    """A model's first batch norm, which needs a rank's samples of a step in one forward: its name and class.
+
+    One that the model's own `train()` keeps in evaluation mode takes the statistics that it has, and needs none.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    norms = (
+        _described(name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, AnyBatchNorm) and _takes_batch(module)
+    )
+    first = next(norms, None)
+    for module, training in modes.items():
+        module.training = training
+    return first
+
+
+def _takes_batch(norm: Any) -> bool:
+    """Whether a batch norm normalizes by the rows that it is given; without statistics of its own it always does."""
+    return norm.training or norm.running_mean is None
 
 
 @contextmanager
@@ -82,7 +99,7 @@ def _forward(
 ) -> Tensor:
     """A plain batch norm's forward, [samples, features, ...]: global statistics in training, its own elsewhere."""
     moment = forward_context.moment
-    if not module.training or moment is None:
+    if not _takes_batch(module) or moment is None:
         return forward(input_)
     _check_whole(moment, name, module)
     # PyTorch's own kernel; with one data rank its statistics are the global batch's already.
@@ -108,7 +125,7 @@ def _own_forward(
 ) -> Tensor:
     """Forward of a batch norm class with a custom forward, such as one that casts its input or appends a ReLU."""
     moment = forward_context.moment
-    if not module.training or moment is None:
+    if not _takes_batch(module) or moment is None:
         return forward(*arguments, **keywords)
     tracked: Tensor | None = module.num_batches_tracked
     before = None if tracked is None else tracked.clone()

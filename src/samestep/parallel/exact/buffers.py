@@ -10,6 +10,7 @@ step, as a forward that changes a buffer there does so in later steps too, and e
 import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +22,27 @@ from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.valueless import has_values
 from samestep.torch_internals.tensors import version_of
 
-Version = tuple[torch.Size, int, int, float | None]
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """What tells whether a buffer was written to."""
+
+    shape: torch.Size
+    written: tuple[int, int]  # its id, and its version counter
+    checksum: Tensor | None  # []: what is written through `.data`, as codebooks do, leaves the counter as it was
+
+
 Versions = dict[str, Version]
 
 
 def versions(model: nn.Module) -> Versions:
-    """The shape, the id, the version counter and a checksum of each buffer, by name.
-
-    What is written through `.data`, as codebooks do, leaves the version counter as it was.
-    """
+    """The version of each buffer, by name. No device is waited for."""
     return {
-        name: (buffer.shape, id(buffer), version_of(buffer), float(_sum(buffer)) if has_values(buffer) else None)
+        name: Version(
+            shape=buffer.shape,
+            written=(id(buffer), version_of(buffer)),
+            checksum=_sum(buffer) if has_values(buffer) else None,
+        )
         for name, buffer in model.named_buffers()
     }
 
@@ -45,14 +56,14 @@ def check_buffers(model: nn.Module, before: Versions, group: dist.ProcessGroup) 
     device = next(model.parameters()).device
     # With offload, parameters are in host memory while buffers are on the accelerator.
     sums = torch.zeros(1 + len(buffers), dtype=torch.float64, device=device)
-    for place, buffer in enumerate(buffers.values(), 1):
-        sums[place] = _sum(buffer)
-    changed = torch.tensor(
-        [0, *(_is_filled(before.get(name), value) for name, value in after.items())], device=device
-    )
+    changed = torch.zeros_like(sums)
+    for place, (name, version) in enumerate(after.items(), 1):
+        assert version.checksum is not None
+        sums[place] = version.checksum
+        changed[place] = _is_filled(before.get(name), version)
     # [3, 1 + buffers]: maximum, negated minimum, and whether changed. Index 0 is no buffer, so that the message is
     # never empty.
-    message = torch.cat([sums, -sums, changed.double()])
+    message = torch.cat([sums, -sums, changed])
     dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
     # One read for all, as each read waits for the accelerator.
     for name, (high, negative_low, any_changed) in zip(["", *buffers], message.view(3, -1).T.tolist(), strict=True):
@@ -65,9 +76,13 @@ def check_buffers(model: nn.Module, before: Versions, group: dist.ProcessGroup) 
             )
 
 
-def _is_filled(before: Version | None, after: Version) -> bool:
+def _is_filled(before: Version | None, after: Version) -> bool | Tensor:
     """Whether a buffer was written to. A buffer of a new shape is a cache, whose size follows the inputs."""
-    return before != after and (before is None or before[0] == after[0])
+    if before is None or before.checksum is None or after.checksum is None:
+        return before is None or before.shape == after.shape
+    if before.shape != after.shape:
+        return False
+    return before.written != after.written or before.checksum.to(after.checksum.device) != after.checksum
 
 
 def _sum(buffer: Tensor) -> Tensor:
