@@ -14,6 +14,7 @@ from torch.distributed import all_reduce
 from torch.distributed.nn import functional
 
 import samestep
+from samestep.api import verify_layouts
 from samestep.errors import UserError
 from samestep.job import Job, Run
 from samestep.launch import local
@@ -240,3 +241,10 @@ def test_messages_of_layouts_and_of_pytorchs_modules_are_no_fault(told: Mapping[
 def test_what_one_stage_alone_would_wait_for_is_refused() -> None:
     with pytest.raises(UserError, match="the model or the loss sends messages itself \\(all_reduce, forward at "):
         local.start(message_of_a_stage, (), 2)
+
+
+def test_a_backward_of_the_models_own_is_refused_before_ranks_of_any_layout_start() -> None:
+    """The contract is held once, for one process and for the layouts that follow."""
+    recipe = samestep.Recipe(task=TakenAgain(), batch=8, steps=1, optimizer=samestep.SGD(lr=0.1))
+    with pytest.raises(UserError, match=r'layout "fsdp2": the backward of Reversible runs another one inside'):
+        verify_layouts(Job(recipe=recipe), ["recompute=full", "no layout", "fsdp2", "pp2"])

@@ -314,7 +314,7 @@ def verify_layouts(
     if environment.ranks() is not None:
         raise UserError("--layouts starts its own processes; start it without a launcher")
     alone = door.check(_alone(job), task=task)
-    door.hold_contract(alone, dropout=dropout)
+    door.hold_contract(alone, dropout=dropout, among=layouts)
     job = proof_job(job, dropout=dropout, precision=precision)
     fitting, reasons = _fitting(job, layouts, alone, precision=precision, reference_device=reference_device)
     rows = {text: MatrixRow(job=job_name(job), layout=text, reason=reason) for text, reason in reasons.items()}
@@ -369,7 +369,7 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
         raise UserError("verify --bits starts its own processes; start it without a launcher")
     job = replace(job, run=replace(job.run, reduction="ordered", checkpoint=None))
     alone = door.check(_alone(job))
-    door.hold_contract(alone)
+    door.hold_contract(alone, among=layouts)
     rows: list[BitsRow] = []
     with TemporaryDirectory(prefix="samestep-bits-") as folder:
         alone_bits = _on_ranks(rank_tasks.bits_rank, alone, steps, Path(folder) / "single", job.run.threads)

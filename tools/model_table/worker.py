@@ -63,7 +63,8 @@ def take_reference(name: str, layouts: Sequence[str], steps: int, folder: Path, 
         job = _job(task)
         layout = door.check(job).layout
         job = proof_job(job)
-        check_contract(job, layout, task)
+        several = (Layout.parse(text) for text in layouts)
+        check_contract(job, layout, task, spread=next((one for one in several if one.size > 1), None))
         prepared = time.monotonic() - began
         refused: dict[str, str] = {}
         for layout in layouts:

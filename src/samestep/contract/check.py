@@ -74,15 +74,17 @@ class ContractFinding:
     text: str  # what holds, or how it is broken
 
 
-def check_contract(job: Job, layout: Layout, task: Task) -> None:
+def check_contract(job: Job, layout: Layout, task: Task, *, spread: Layout | None = None) -> None:
     """Raise ContractError for the first part of its contract that a job's task breaks under a layout.
+
+    `spread`: a layout of several processes, where the contract is held once for one process and for such.
 
     Takes four forwards and three backwards of at most 12 samples in this process, whatever the layout, and one of
     held-out samples in evaluation mode; more only to find the cause of what is broken.
     A model that is too large for one process is not checked, which is said on standard error.
     """
     try:
-        for _ in _kept(job, layout, task):
+        for _ in _kept(job, layout, task, spread):
             pass
     except TooLargeError as error:
         print(f"samestep: the task's contract was not checked: {error}", file=sys.stderr)
@@ -121,7 +123,7 @@ def examine(job: Job, layout: Layout, task: Task) -> list[ContractFinding]:
     return [findings.get(finding.part, finding) for finding in unknown]
 
 
-def _kept(job: Job, layout: Layout, task: Task) -> Iterator[str]:
+def _kept(job: Job, layout: Layout, task: Task, spread: Layout | None = None) -> Iterator[str]:
     """Yield each part of the contract that holds, up to the first broken one."""
     task = copy.copy(task)  # a loss may count its calls
     device: DeviceChoice = job.run.device
@@ -133,7 +135,7 @@ def _kept(job: Job, layout: Layout, task: Task) -> Iterator[str]:
         turns = turns_of(task)
         first, *others = turns or (None,)
         with _named(first):
-            trial = Trial(job, layout, task, sampled, world.device, first)
+            trial = Trial(job, layout, task, sampled, world.device, first, spread=spread)
         with said(MODEL, "turns()"):
             check_turns(turns, trial.model)
         if job.run.reduction == "ordered":
@@ -144,7 +146,7 @@ def _kept(job: Job, layout: Layout, task: Task) -> Iterator[str]:
             yield from _kept_in(trial)
         for turn in others:
             with _named(turn):
-                yield from _kept_in(Trial(job, layout, task, sampled, world.device, turn))
+                yield from _kept_in(Trial(job, layout, task, sampled, world.device, turn, spread=spread))
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def _take(trial: Trial, gradient_calls: bool) -> WholeAndParts:
         check_total(trial, watched.total, watched.count)
         check_registered(trial, watched.total)
         scale = loss_scale(trial, watched.count)
-        with said(PARAMETERS, "backward"), own_backwards_refused(trial.model, trial.layout):
+        with said(PARAMETERS, "backward"), own_backwards_refused(trial.model, trial.spread):
             (watched.total * scale).backward()
         reached = [name for name, parameter in trial.model.named_parameters() if parameter.grad is not None]
         for parameter in parameters.values():

@@ -56,10 +56,16 @@ class Trial:
         sampled: Sampled,
         device: torch.device,
         turn: Turn | None = None,
+        *,
+        spread: Layout | None = None,
     ) -> None:
-        """Build the model. `layout`: of the training to come. `turn`: the one of the task's turns to try, if any."""
+        """Build the model. `layout`: of the training to come. `turn`: the one of the task's turns to try, if any.
+
+        `spread`: a layout of several processes that is to come besides.
+        """
         self.job = job
         self.layout = layout
+        self.spread = layout if spread is None else spread
         self.task = task
         self.sampled = sampled
         self.device = device

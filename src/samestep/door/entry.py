@@ -1,13 +1,15 @@
 """All checks of a job, in the order in which they are made: each once, whatever starts the job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from samestep import environment
 from samestep.contract.check import check_contract
-from samestep.door.layouts import settle
+from samestep.door.layouts import layout_named, settle
 from samestep.door.preflight import preflight
 from samestep.door.ready import BuiltTask, Ready
+from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.progress import phases
@@ -40,16 +42,27 @@ def check(
     return Ready(job=job, layout=layout, built=BuiltTask(preflight(job, layout, task, here=here)))
 
 
-def hold_contract(ready: Ready, *, dropout: bool = True) -> None:
+def hold_contract(ready: Ready, *, dropout: bool = True, among: Sequence[str] = ()) -> None:
     """Check the task's contract once for all ranks: in the process that starts them, or on rank 0.
 
     It is the last check, and the longest. Without `dropout` the contract is that of a proof, whose model has none.
+    `among`: the layouts of which many are to come, where the job itself is of one process.
     """
     job, ranks = ready.job, environment.ranks()
     if job.run.check and (ranks is None or ranks.rank == 0):
         recipe = replace(job.recipe, dropout=job.recipe.dropout and dropout)
         with phases.phase("checking the task's contract"):
-            check_contract(replace(job, recipe=recipe), ready.layout, ready.task)
+            spread = next(_of_several(among, job.run.processes), None)
+            check_contract(replace(job, recipe=recipe), ready.layout, ready.task, spread=spread)
+
+
+def _of_several(layouts: Sequence[str], processes: int | None) -> Iterator[Layout]:
+    """The layouts of several processes among some; one that can't be read is refused where its turn comes."""
+    for text in layouts:
+        with suppress(UserError):
+            layout = layout_named(text, processes)
+            if layout.size > 1:
+                yield layout
 
 
 def _check_folders(job: Job) -> None:
