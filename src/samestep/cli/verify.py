@@ -1,7 +1,7 @@
 """Prove that a layout, or a training script, takes the steps of one process: both run, and are compared."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -109,7 +109,7 @@ def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
 
     layouts = [loaded.job.run.layout] if options.layouts is None else layouts_of(options.layouts)
     rows = verify_bits(loaded.job, layouts, steps=options.steps)
-    _check_compared([row.reason for row in rows])
+    _check_compared({row.layout: row.reason for row in rows})
     output_files.write_json(options.json, [row.to_json() for row in rows])
     print_bits(rows)
     return 0 if all(row.passed for row in rows) else 1
@@ -127,7 +127,7 @@ def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
     layouts = layouts_of(options.layouts)
     jobs = [first.job, *(job_options.load(options, file).job for file in options.more)]
     rows = [row for job in jobs for row in verify_layouts(job, layouts, **_how(options))]
-    _check_compared([row.reason for row in rows])
+    _check_compared({row.layout: row.reason for row in rows})
     output_files.write_json(options.json, [row.to_json() for row in rows])
     _write_page(options.report, rows)
     print_matrix(rows)
@@ -142,10 +142,15 @@ def _write_page(file: Path | None, rows: "Sequence[MatrixRow]") -> None:
         output_files.write(file, page(rows))
 
 
-def _check_compared(reasons: Sequence[str | None]) -> None:
-    """Raise UserError where no layout was compared. `reasons`: why each was refused, None: it wasn't."""
-    if all(reason is not None for reason in reasons):
-        raise UserError("\n".join(dict.fromkeys(reason for reason in reasons if reason is not None)))
+def _check_compared(reasons: Mapping[str, str | None]) -> None:
+    """Raise UserError where no layout was compared. `reasons`: by layout why it was refused, None: it wasn't."""
+    if all(reason is not None for reason in reasons.values()):
+        named = (
+            reason if f'"{layout}"' in reason else f'layout "{layout}": {reason}'
+            for layout, reason in reasons.items()
+            if reason is not None
+        )
+        raise UserError("\n".join(dict.fromkeys(named)))
 
 
 def _how(options: argparse.Namespace) -> dict[str, Any]:
