@@ -193,6 +193,7 @@ def test_a_second_job_file_wants_a_list_of_layouts(jobs: list[str], capsys: pyte
     assert "is a second job file; a list of layouts takes them" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_where_all_layouts_are_refused_each_is_named(jobs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", jobs[0], "--layouts", "single, cp2, tp2"]) == 2
     said = capsys.readouterr().err
