@@ -47,7 +47,8 @@ class GroupPool:
         def new_group(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
             if options.get("pg_options") is not None:  # of one group alone
                 return make(ranks, *args, **options)
-            key = (None if ranks is None else tuple(ranks), args, tuple(sorted(options.items(), key=str)))
+            how = {name: value for name, value in options.items() if name != "group_desc"}  # what it is for
+            key = (None if ranks is None else tuple(ranks), args, tuple(sorted(how.items(), key=str)))
             number, taken[key] = taken[key], taken[key] + 1
             groups = self._groups[key]
             if number == len(groups):
