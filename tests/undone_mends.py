@@ -100,8 +100,8 @@ MENDS = (
     Mend(
         what="sums of buffers lie beside offloaded parameters",
         file="parallel/exact/buffers.py",
-        now="        sums[place] = _sum(buffer)",
-        before="        sums = torch.stack([*sums.unbind()[:place], _sum(buffer), *sums.unbind()[place + 1 :]])",
+        now="        sums[place] = version.checksum",
+        before="        sums = torch.stack([*sums.unbind()[:place], version.checksum, *sums.unbind()[place + 1 :]])",
         task="language",
         layout="fsdp2 offload=parameters",
         seen="on the same device",
