@@ -3,7 +3,6 @@
 import multiprocessing.util
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ import torch.utils.checkpoint
 import torch.utils.data.distributed
 
 from samestep.script_proof import runner
+from samestep.script_proof.forked import free_port
 from samestep.script_proof.runs import ScriptProof, ScriptStart
 from samestep.subprocess_group import CommandOutcome
 
@@ -76,9 +76,7 @@ def _outcome(start: ScriptStart, codes: Sequence[int | None], failed: bool) -> C
 
 
 def _ranks(start: ScriptStart, proof: ScriptProof) -> list[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [_rank(start, proof, rank, port) for rank in range(start.ranks)]
 
 

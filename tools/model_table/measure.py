@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from model_table.entry import Entry
 from model_table.result import Result, Verdict
 from model_table.worker import Answer, hold, hold_against_noise, take_reference
 from samestep.layout import Layout
+from samestep.script_proof.forked import free_port
 from samestep.verification.proof import Proof
 
 _TOOLS = Path(__file__).resolve().parent.parent
@@ -164,9 +164,7 @@ class _Ranks:
     """Ranks that try layouts one after the other."""
 
     def __init__(self, size: int, layouts: Sequence[str], steps: int, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self._processes: list[_Process] = []
         for rank in range(size):
             variables = _variables(rank, size, port)

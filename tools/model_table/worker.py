@@ -19,6 +19,7 @@ from samestep import AdamW, Recipe, door, environment
 from samestep.comm.group_pool import GroupPool
 from samestep.comm.shared_memory.backend import for_transport
 from samestep.contract.check import check_contract
+from samestep.door.layouts import first_of_several
 from samestep.errors import LayoutError, UserError
 from samestep.job import Job, Run
 from samestep.launch.fork_server import end_with_starter
@@ -63,8 +64,7 @@ def take_reference(name: str, layouts: Sequence[str], steps: int, folder: Path, 
         job = _job(task)
         layout = door.check(job).layout
         job = proof_job(job)
-        several = (Layout.parse(text) for text in layouts)
-        check_contract(job, layout, task, spread=next((one for one in several if one.size > 1), None))
+        check_contract(job, layout, task, spread=first_of_several(layouts, None))
         prepared = time.monotonic() - began
         refused: dict[str, str] = {}
         for layout in layouts:

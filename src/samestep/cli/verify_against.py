@@ -62,9 +62,7 @@ def _check_alone(options: argparse.Namespace) -> None:
         )
     if not options.job.is_dir():
         raise UserError(f"{options.job} is no folder; --against compares with a folder of save_pretrained, or a run")
-    names = [name for name in verify_script.OF_JOBS if getattr(options, name) is not None] + ["set"] * bool(
-        options.set
-    )
+    names = verify_script.options_of_jobs(options)
     if options.report is not None:
         names.append("report")
     if names:

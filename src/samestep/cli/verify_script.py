@@ -36,6 +36,11 @@ def check_absent(options: argparse.Namespace) -> None:
         raise UserError(f"--{names[0].replace('_', '-')} goes with --script, a training script of your own")
 
 
+def options_of_jobs(options: argparse.Namespace) -> list[str]:
+    """The names of given options that only job files have."""
+    return [name for name in OF_JOBS if getattr(options, name) is not None] + ["set"] * bool(options.set)
+
+
 def run(options: argparse.Namespace) -> int:
     """Exit codes: 0 the same step, 1 not, 2 a mistake."""
     from samestep.launch.launcher import parse_command
@@ -56,7 +61,7 @@ def _check_job_absent(options: argparse.Namespace) -> None:
     """Raise UserError for a job file, and for options that only jobs have."""
     if options.job is not None:
         raise UserError(f"{options.job} is a job file, and --script names a script; leave one of them out")
-    if names := [name for name in OF_JOBS if getattr(options, name) is not None] + ["set"] * bool(options.set):
+    if names := options_of_jobs(options):
         raise UserError(f"--{names[0].replace('_', '-')} goes with a job file; a script has its own arguments")
     if options.bits:
         raise UserError("--bits is for run.reduction: ordered of a job file, which a script has not; leave it out")

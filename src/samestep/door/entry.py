@@ -1,15 +1,13 @@
 """All checks of a job, in the order in which they are made: each once, whatever starts the job."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from samestep import environment
 from samestep.contract.check import check_contract
-from samestep.door.layouts import layout_named, settle
+from samestep.door.layouts import first_of_several, settle
 from samestep.door.preflight import preflight
 from samestep.door.ready import BuiltTask, Ready
-from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.progress import phases
@@ -52,17 +50,8 @@ def hold_contract(ready: Ready, *, dropout: bool = True, among: Sequence[str] = 
     if job.run.check and (ranks is None or ranks.rank == 0):
         recipe = replace(job.recipe, dropout=job.recipe.dropout and dropout)
         with phases.phase("checking the task's contract"):
-            spread = next(_of_several(among, job.run.processes), None)
-            check_contract(replace(job, recipe=recipe), ready.layout, ready.task, spread=spread)
-
-
-def _of_several(layouts: Sequence[str], processes: int | None) -> Iterator[Layout]:
-    """The layouts of several processes among some; one that can't be read is refused where its turn comes."""
-    for text in layouts:
-        with suppress(UserError):
-            layout = layout_named(text, processes)
-            if layout.size > 1:
-                yield layout
+            several = first_of_several(among, job.run.processes)
+            check_contract(replace(job, recipe=recipe), ready.layout, ready.task, spread=several)
 
 
 def _check_folders(job: Job) -> None:

@@ -1,10 +1,13 @@
 """A job's layout: read from its text, with the sizes that the text leaves open, and completed by the engine."""
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from samestep import environment
 from samestep.engines import registry as engines
 from samestep.engines.checks import check_layout
+from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators
@@ -25,6 +28,16 @@ def layout_of(job: Job) -> Layout:
 def layout_named(text: str, processes: int | None) -> Layout:
     """Return a layout that a list names for a job, beside the job's own; `processes` fills in a size left open."""
     return Layout.parse(text, processes if unsized(text) else None)
+
+
+def first_of_several(layouts: Sequence[str], processes: int | None) -> Layout | None:
+    """The first layout of several processes in a list; one that can't be read is refused where its turn comes."""
+    for text in layouts:
+        with suppress(LayoutError):
+            layout = layout_named(text, processes)
+            if layout.size > 1:
+                return layout
+    return None
 
 
 def settle(job: Job, layout: Layout | None = None) -> tuple[Job, Layout]:

@@ -148,14 +148,14 @@ def _with_innermost(method: Callable[..., Any], forward: Callable[..., Any]) -> 
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and restore each module's mode afterwards."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put a model in training or evaluation mode, and restore each module's mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
     try:
         yield
     finally:
-        for module, before in training.items():
+        for module, before in modes.items():
             module.training = before
 
 

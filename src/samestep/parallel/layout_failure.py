@@ -107,8 +107,7 @@ class LayoutFailures:
             return (
                 f'layout "{self._layout}": the backward of {class_of(self._model)} runs another one inside, as '
                 "torch.utils.checkpoint does with use_reentrant=True, and gradients are averaged once a backward; "
-                "use checkpoint(..., use_reentrant=False), or in place of the model's own checkpointing "
-                f'"{replace(self._layout, recompute="full")}"'
+                f"use {instead_of_reentrant(self._layout)}"
             )
         names = self._names | {id(module): name for name, module in self._model.named_modules()}
         where = failing_module(error, names)
@@ -135,6 +134,14 @@ def internal_error(layout: Layout | None, model: str, error: Exception, line: st
         f"samestep itself failed at {line} when it applied{under} {model} ({type(error).__name__}: "
         f"{first_line(error)}); the model is not to blame: please report this traceback, with the class of the model "
         f"and the versions of samestep and PyTorch ({torch.__version__}); until it is mended, use {other}"
+    )
+
+
+def instead_of_reentrant(layout: Layout) -> str:
+    """What to use in place of `torch.utils.checkpoint` with use_reentrant=True."""
+    return (
+        "checkpoint(..., use_reentrant=False), or in place of the model's own checkpointing "
+        f'"{replace(layout, recompute="full")}"'
     )
 
 

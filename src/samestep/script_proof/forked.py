@@ -144,7 +144,7 @@ class _Forked:
 
     def _ask(self, start: ScriptStart, proof: ScriptProof) -> None:
         """Ask for all ranks of a run."""
-        port = _free_port()
+        port = free_port()
         variables = {**environment.snapshot(), **variables_of(proof.device)}
         for rank in range(start.ranks):
             self._servers[min(rank, 1)].ask(
@@ -199,10 +199,10 @@ def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
-    """A port on which nobody listens, below those that systems give to connections.
+def free_port() -> int:
+    """A free port of 127.0.0.1 below the ephemeral ports (net.ipv4.ip_local_port_range begins with 32768 by default).
 
-    The script listens there a second later, and meanwhile any program's connection might get one of these.
+    Rank 0 listens there a second later. Until then the system may give an ephemeral port to any program's connection.
     """
     for port in SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as free, suppress(OSError):

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 _MOST_FILES = 200  # of the script's own that are read
@@ -24,6 +25,7 @@ def _all_imports(command: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]
     """The imports of a script and of its own modules, but for those of its own modules."""
     files, folders = _first(command)
     seen: set[Path] = set()
+    own_files = cache(partial(_own, folders))  # most files of a project import the same ones
     while files and len(seen) < _MOST_FILES:
         file = files.pop(0)
         if file in seen:
@@ -31,10 +33,8 @@ def _all_imports(command: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]
         is_first = not seen
         seen.add(file)
         for module, names in _imports(file, called=is_first):
-            own = [
-                place for name in [module, *(f"{module}.{name}" for name in names)] for place in _own(name, folders)
-            ]
-            files += own
+            own = [file for name in [module, *(f"{module}.{name}" for name in names)] for file in own_files(name)]
+            files += (file for file in own if file not in seen)
             if not own:
                 yield module, names
 
@@ -57,7 +57,7 @@ def _first(command: Sequence[str]) -> tuple[list[Path], list[Path]]:
     return [], [Path.cwd()]
 
 
-def _own(name: str, folders: Sequence[Path]) -> list[Path]:
+def _own(folders: Sequence[Path], name: str) -> list[Path]:
     """The files of a module that lies beside the script."""
     places = [folder.joinpath(*name.split(".")) for folder in folders]
     tries = [path for place in places for path in (place.with_suffix(".py"), place / "__init__.py")]
@@ -72,7 +72,7 @@ def _imports(file: Path, *, called: bool) -> Iterator[tuple[str, tuple[str, ...]
     """
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, OSError):  # the script itself says so
+    except (SyntaxError, ValueError, OSError, RecursionError):  # the script itself says so
         return
     functions = _called(tree) if called else []
     for node in [*tree.body, *(statement for function in functions for statement in function.body)]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from samestep.parallel.attributes import Attributes, evaluating, modules_in, wrap_forward
+from samestep.parallel.attributes import Attributes, in_mode, modules_in, wrap_forward
 from samestep.parallel.blocks import has_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.collectives import copy_to_region, gather_from_region, scatter_to_region
@@ -139,7 +139,7 @@ def _works_on_each(module: nn.Module, call: Call, which: TokenWise) -> bool:
     made: dict[int, Tensor] = {}
     before = Attributes(module, *modules_in(leaves))
     try:
-        with with_values(), torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating(module):
+        with with_values(), torch.no_grad(), torch.random.fork_rng(devices=[]), in_mode(module, training=False):
             torch.manual_seed(0)
             named = [*module.named_parameters(), *module.named_buffers()]
             # In float64 on the CPU, whatever the model has: `near` can then tell a mixed token from rounding.

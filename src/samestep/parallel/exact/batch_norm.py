@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.data.loader import Moment
 from samestep.errors import UserError
-from samestep.parallel.attributes import wrap_forward
+from samestep.parallel.attributes import in_mode, wrap_forward
 from samestep.parallel.collectives import all_reduce
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.torch_internals.modules import AnyBatchNorm
@@ -52,17 +52,13 @@ def first_batch_norm(model: nn.Module) -> str | None:
 
     One that the model's own `train()` keeps in evaluation mode takes the statistics that it has, and needs none.
     """
-    modes = {module: module.training for module in model.modules()}
-    model.train()
     norms = (
         _described(name, module)
         for name, module in model.named_modules()
         if isinstance(module, AnyBatchNorm) and _takes_batch(module)
     )
-    first = next(norms, None)
-    for module, training in modes.items():
-        module.training = training
-    return first
+    with in_mode(model, training=True):
+        return next(norms, None)
 
 
 def _takes_batch(norm: Any) -> bool:

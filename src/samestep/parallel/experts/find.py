@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.attributes import evaluating
+from samestep.parallel.attributes import in_mode
 from samestep.parallel.blocks import caller_of, has_forward, is_list_of_like
 from samestep.parallel.experts.listed import Form, rows_of
 from samestep.parallel.experts.stacked import Arguments, is_output
@@ -205,7 +205,7 @@ def _watch(model: nn.Module, example: Any, names: Sequence[str], lists: Mapping[
             for key, child in container.named_children():
                 hook = child.register_forward_hook(partial(note, f"{name}.{key}"), with_kwargs=True)
                 stack.callback(hook.remove)
-        with evaluating(model):
+        with in_mode(model, training=False):
             call(model, example)
     return watched
 

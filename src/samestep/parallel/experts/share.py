@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
-from samestep.parallel.attributes import evaluating
+from samestep.parallel.attributes import in_mode
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.experts.find import Experts, Listed, Stacked
 from samestep.parallel.experts.listed import ListedExperts
@@ -128,7 +128,7 @@ def _compare(caller: nn.Module, experts: Experts, parts: ShardTable, mesh: Mesh)
         return
     failed = ""
     try:
-        with torch.no_grad(), evaluating(caller):
+        with torch.no_grad(), in_mode(caller, training=False):
             seen = experts.seen
             arguments, keywords = pytree.tree_map_only(Tensor, Tensor.clone, (seen.arguments, seen.keywords))
             output = caller.forward(*arguments, **keywords)

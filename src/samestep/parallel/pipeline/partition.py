@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 
@@ -13,6 +13,7 @@ from samestep.errors import LayoutError, UserError, closest
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks, with_forward
 from samestep.parallel.calls import Call, Trace
+from samestep.parallel.layout_failure import instead_of_reentrant
 from samestep.parallel.pipeline.units import Needs, UnitCall, UnitOutput, find_layers, unit_calls, units_of
 
 Stages = frozenset[int]
@@ -179,10 +180,7 @@ def _check_functions(layout: Layout, calls: Sequence[UnitCall]) -> None:
         return
     if inside.inside == CheckpointFunction.__name__:
         function = "torch.utils.checkpoint with use_reentrant=True"
-        instead = (
-            "checkpoint(..., use_reentrant=False), or in place of the model's own checkpointing "
-            f'"{replace(layout, recompute="full")}"'
-        )
+        instead = instead_of_reentrant(layout)
     else:
         function = f"the autograd.Function {inside.inside}"
         instead = f"dp{layout.size}"

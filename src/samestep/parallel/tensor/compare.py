@@ -20,7 +20,7 @@ from samestep.data.nests import tensors_in
 from samestep.data.order import bounds
 from samestep.errors import first_line
 from samestep.layout import Layout
-from samestep.parallel.attributes import evaluating
+from samestep.parallel.attributes import in_mode
 from samestep.parallel.calls import Trace
 from samestep.parallel.layout_failure import failing_module, foreign_line
 from samestep.parallel.loss.vocabulary import Vocabulary, agree, near
@@ -70,7 +70,7 @@ def output_of(model: nn.Module, example: Any, marks: list[Mark] | None = None) -
     """
     marks = [] if marks is None else marks
     with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
+        stack.enter_context(in_mode(model, training=False))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)
         for name, module in model.named_modules():
