@@ -1,10 +1,10 @@
 """Trainings of several ranks for tests of spot checks: right ones, and ones with a planted fault."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -77,10 +77,21 @@ def halved(model: nn.Module, step: int) -> None:
 
 
 def changed(model: nn.Module, step: int) -> None:
-    """Rank 1 changes its weights between two steps."""
+    """Rank 1 changes its first weight between two steps."""
     if step == 4 and dist.get_rank() == 1:
         with torch.no_grad():
-            model[0].weight += 1e-3  # type: ignore[index]
+            next(model.parameters()).add_(1e-3)
+
+
+class Labelled(nn.Module):
+    """Takes the labels beside the rows, as models of transformers do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        return self.inner(rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +110,7 @@ class Training:
     skipped: bool = False  # a backward whose gradient is set to zero, in a recorded step
     keeps_zeros: bool = False  # zero_grad(set_to_none=False)
     frozen: bool = False
-    masked: bool = False  # unlike numbers of targets, each rank's mean
+    targets: Literal["none", "alike", "unlike"] = "none"  # among the model's inputs, their number on the ranks
     share: bool = False  # each rank's loss is its share of the batch's, and gradients are added up
     ends_early: bool = False
 
@@ -108,7 +119,7 @@ class Training:
         torch.manual_seed(rank if self.own_seed else 0)
         inner = nn.Sequential(nn.Linear(8, 32), self.norm(32), nn.Linear(32, 3))
         inner[0].bias.requires_grad_(not self.frozen)
-        model = self.wrap(inner)
+        model = self.wrap(inner if self.targets == "none" else Labelled(inner))
         rate, decay = 0.01 * (1 + rank * self.own_rate), 0.1 * rank * self.own_decay
         optimizer = torch.optim.AdamW(inner.parameters(), lr=rate, weight_decay=decay)
         checks = SpotChecks(folder, model, optimizer, every=EVERY, reduction="sum" if self.share else "mean")
@@ -120,17 +131,25 @@ class Training:
                 self._loss(model, rows).backward()
                 optimizer.zero_grad(set_to_none=not self.keeps_zeros)
             for number in range(self.micro_batches):
-                last = number == self.micro_batches - 1
-                quiet = isinstance(model, DistributedDataParallel) and not last
-                with model.no_sync() if quiet else nullcontext():  # type: ignore[operator]
+                with self._reduced(model, last=number == self.micro_batches - 1):
                     self._loss(model, rows).backward()
             self.before_step(inner, step)
             optimizer.step()
         checks.close()
 
+    def _reduced(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        """Context of a micro-batch's backward: DDP reduces after the last one."""
+        return nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
+
     def _loss(self, model: nn.Module, rows: torch.Generator) -> Tensor:
         x, classes = torch.randn(8, 8, generator=rows), torch.randint(0, 3, (8,), generator=rows)
-        loss = F.cross_entropy(model(x), classes)
+        if self.targets == "none":
+            return self._share(F.cross_entropy(model(x), classes))
+        left_out = 1 + dist.get_rank() * (self.targets == "unlike")
+        labels = torch.where(torch.arange(8) < left_out, -100, classes)[:, None]  # [rows, 1]
+        return self._share(F.cross_entropy(model(x, labels), labels[:, 0]))
+
+    def _share(self, loss: Tensor) -> Tensor:
         return loss / dist.get_world_size() if self.share else loss
 
 
@@ -146,6 +165,8 @@ TRAININGS: Mapping[str, Training] = {
     "layer norm": Training(norm=nn.LayerNorm),
     "scaled otherwise": Training(before_step=halved),
     "equal draws": Training(same_draws=True),
+    "targets": Training(targets="alike"),
+    "unlike targets": Training(targets="unlike"),
     "summed": Training(wrap=summing),
     "summed by hand": Training(wrap=bare, before_step=added),
     "divided twice": Training(wrap=bare, before_step=divided),

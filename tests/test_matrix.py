@@ -196,6 +196,6 @@ def test_a_second_job_file_wants_a_list_of_layouts(jobs: list[str], capsys: pyte
 @pytest.mark.processes
 def test_where_all_layouts_are_refused_each_is_named(jobs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", jobs[0], "--layouts", "single, cp2, tp2"]) == 2
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     for layout in ("single", "cp2", "tp2"):
-        assert f'layout "{layout}"' in said
+        assert f'layout "{layout}"' in error

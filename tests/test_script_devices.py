@@ -1,6 +1,7 @@
 """`--on`: scripts that name an accelerator, on the CPU or with all ranks on one accelerator."""
 
 import multiprocessing
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from samestep.script_proof import command, devices
+from samestep.errors import UserError
+from samestep.script_proof import command, devices, forked
 from samestep.script_proof.compare import prove
 from samestep.script_proof.forked import forking
 from samestep.script_proof.runs import ScriptProof
@@ -171,7 +173,10 @@ def test_a_mistake_is_told_before_anything_starts(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="here the script finds an accelerator")
+OFFER = "(it asks for an accelerator, and PyTorch finds none; with --on cpu it runs on the CPU)"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the script would find this machine's accelerator")
 @pytest.mark.parametrize(
     "line", ["torch.zeros(2).cuda()", "import torch.distributed as dist; dist.init_process_group('nccl')"]
 )
@@ -181,5 +186,25 @@ def test_a_script_that_finds_no_accelerator_is_told_of_the_option(
     (tmp_path / "train.py").write_text(f"import torch\n{line}\n")
     monkeypatch.chdir(tmp_path)
     assert command.main(["train.py"]) == 2
-    said = capsys.readouterr().err
-    assert "(it asks for an accelerator, and PyTorch finds none; with --on cpu it runs on the CPU)" in said
+    assert OFFER in capsys.readouterr().err
+
+
+def test_a_script_that_fails_otherwise_is_not_told_of_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('no cuda.toml beside the script')\n")
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["train.py"]) == 2
+    error = capsys.readouterr().err
+    assert "no cuda.toml beside the script" in error
+    assert OFFER not in error
+
+
+def test_a_port_is_free_and_where_none_is_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        monkeypatch.setattr(forked, "_PORTS", range(port, port + 1))
+        with pytest.raises(UserError, match=f"all ports of 127.0.0.1 from {port} to {port} are in use"):
+            forked.free_port()
+    assert forked.free_port() == port

@@ -3,12 +3,12 @@
 import torch
 from pieces import Classifier, DataLoader, cross_entropy, join, options, replicated, samples
 
-given = options()
-rank, world = join(given.seed)
+arguments = options()
+rank, world = join(arguments.seed)
 model = replicated(Classifier())
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-batches = DataLoader(samples(), given.batch, shuffle=True)
-for _ in range(given.epochs):
+batches = DataLoader(samples(), arguments.batch, shuffle=True)
+for _ in range(arguments.epochs):
     for rows, classes in batches:
         optimizer.zero_grad()
         of_rank = rows.chunk(world)[rank], classes.chunk(world)[rank]

@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.spot_checks is not None:
-        if options.job is not None or options.script is not None or options.against is not None:
+        given = (options.job, options.script, options.against)
+        if any(value is not None for value in given) or verify_script.options_of_runs(options):
             raise UserError("--spot-checks judges what was recorded, and runs nothing; leave everything else out")
         return spot_checks.run(options.spot_checks, options)
     if options.against is not None:

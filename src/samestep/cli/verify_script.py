@@ -30,9 +30,19 @@ OF_JOBS = (
 )
 
 
+def options_of_scripts(options: argparse.Namespace) -> list[str]:
+    """The names of given options that only scripts have."""
+    return [name for name in _OWN if getattr(options, name) is not None]
+
+
+def options_of_runs(options: argparse.Namespace) -> list[str]:
+    """The names of given options of what trains, whether a job or a script."""
+    return [*options_of_jobs(options), *options_of_scripts(options)]
+
+
 def check_absent(options: argparse.Namespace) -> None:
     """Raise UserError for an option of scripts that is given with a job file."""
-    if names := [name for name in _OWN if getattr(options, name) is not None]:
+    if names := options_of_scripts(options):
         raise UserError(f"--{names[0].replace('_', '-')} goes with --script, a training script of your own")
 
 

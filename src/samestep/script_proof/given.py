@@ -74,7 +74,7 @@ class GivenBatches:
             for of_tensor in batch.hashes:
                 for hash_, sample in zip(of_tensor, batch.samples, strict=True):
                     known.setdefault(hash_, []).append(sample)
-        # Labels are alike in many rows, and would not tell samples apart.
+        # A label that several samples have does not identify one.
         if any(len(set(known.get(hash_, ()))) != 1 for hash_ in hashes):
             return None
         return [known[hash_][-1] for hash_ in hashes]

@@ -121,9 +121,14 @@ def _usual_ratio(clips: Sequence[Any], scale: float | None) -> float:
     """What clipping and a scaler leave of a gradient."""
     ratio = 1 / scale if scale else 1.0
     for clip in clips:
-        if clip["norm"] is not None and clip["norm"] > clip["limit"]:
-            ratio *= clip["limit"] / (clip["norm"] + 1e-6)
+        if clip["norm"] is not None:
+            ratio *= clipped_by(clip["norm"], clip["limit"])
     return ratio
+
+
+def clipped_by(norm: float, limit: float) -> float:
+    """The factor by which `clip_grad_norm_` multiplies gradients of this norm."""
+    return limit / (norm + 1e-6) if norm > limit else 1.0
 
 
 def _power(ratio: float, base: int) -> int | None:

@@ -225,9 +225,9 @@ def _share_out(run: RunRecord, number: int, keys: Sequence[str]) -> bool:
     """
     if list(keys) != [GIVEN] or len(run.ranks) == 1:
         return False
-    given = [_of_rank(run, rank, number, keys) for rank in range(len(run.ranks))]
-    count = sum(given[0].values())
-    return count > 0 and all(rank == given[0] for rank in given) and rows_in_step(run, number) == count
+    first, *others = (_of_rank(run, rank, number, keys) for rank in range(len(run.ranks)))
+    count = sum(first.values())
+    return count > 0 and all(rows == first for rows in others) and rows_in_step(run, number) == count
 
 
 def _drawn_anew(first: Sequence[Rows], repeated: Sequence[Rows]) -> str | None:

@@ -6,5 +6,6 @@ mean of what each rank's own loss gives.
 
 - `fingerprints`: a few numbers of a tensor, of which those of a sum are the sum; so nothing is sent or kept whole.
 - `recorder`: `SpotChecks`, which records. `callbacks`: the same for transformers' Trainer and for Lightning.
-- `records`: the files. `judgement`: what ranks' records say of each step. `report`: it in the terminal.
+- `records`: the files. `reduction`: what was made of ranks' own gradients in a step. `judgement`: what is wrong in
+  ranks' records. `report`: it in the terminal.
 """

@@ -46,12 +46,17 @@ def lightning_callback(folder: str | Path, *, every: int = 100, reduction: Reduc
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            places = [Path(folder) / str(number) for number in range(len(trainer.optimizers))]
+            several = len(trainer.optimizers) > 1
             self._checks = [
-                SpotChecks(place, pl_module, optimizer, every=every, scaler=scaler, reduction=reduction)
-                for place, optimizer in zip(
-                    places if len(places) > 1 else [Path(folder)], trainer.optimizers, strict=True
+                SpotChecks(
+                    Path(folder) / str(number) if several else folder,
+                    pl_module,
+                    optimizer,
+                    every=every,
+                    scaler=scaler,
+                    reduction=reduction,
                 )
+                for number, optimizer in enumerate(trainer.optimizers)
             ]
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:

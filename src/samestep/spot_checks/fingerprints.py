@@ -39,6 +39,14 @@ class Fingerprint:
     def finite(self) -> bool:
         return all(map(math.isfinite, (*self.numbers, self.norm)))
 
+    def times(self, factor: float) -> "Fingerprint":
+        """The fingerprint of the tensor times a number."""
+        return Fingerprint(numbers=tuple(factor * value for value in self.numbers), norm=abs(factor) * self.norm)
+
+    @classmethod
+    def zero(cls) -> "Fingerprint":
+        return cls(numbers=(0.0,) * NUMBERS, norm=0.0)
+
     def to_json(self) -> list[float]:
         return [*self.numbers, self.norm]
 

@@ -4,19 +4,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from samestep.display.page import Words
 from samestep.errors import UserError
 from samestep.recording.differences import common_module
 from samestep.script_proof.kinds import Finding
-from samestep.spot_checks.fingerprints import Fingerprint, mean_of
-from samestep.spot_checks.records import CheckedStep, Fingerprints, read
+from samestep.spot_checks.records import CheckedStep, Fingerprints, Ranks, read
+from samestep.spot_checks.reduction import Reduction, judge_reduction
 
-Ranks = Sequence[CheckedStep]  # what all ranks noted of one step, in the order of ranks
-
-_ROUNDING = 1e-2  # of a gradient, relative: a mean over ranks in bfloat16 is within it
 _EQUAL = 1e-5  # of weights, relative: ranks that step by equal gradients have equal ones
 
 
@@ -55,48 +51,53 @@ def judge(folder: Path) -> SpotVerdict:
             "of several, or make SpotChecks after the process group"
         )
     whole = [[ranks[rank] for rank in range(world)] for ranks in recorded.values() if len(ranks) == world]
+    reductions = [judge_reduction(ranks) for ranks in whole]
     findings: dict[str, Finding] = {}
-    for ranks in whole:
-        for finding in _of_step(ranks, first=ranks is whole[0]):
+    for ranks, reduction in zip(whole, reductions, strict=True):
+        for finding in _of_step(ranks, reduction, first=ranks is whole[0]):
             findings.setdefault(finding.kind, finding)
-    missing = [(at, ranks) for at, ranks in recorded.items() if len(ranks) < world]
+    notes = (
+        _missing([(step, ranks) for (_, step), ranks in recorded.items() if len(ranks) < world], world),
+        _unlike_targets(whole),
+        _equal_generators(whole),
+        _unexplained_ratio(whole, reductions),
+    )
     return SpotVerdict(
         steps=len(whole),
         ranks=world,
         findings=list(findings.values()),
-        notes=[*_missing(missing, world), *_to_look_at(whole)],
+        notes=[note for note in notes if note is not None],
         not_compared=list(_not_compared(whole)),
     )
 
 
-def _of_step(ranks: Ranks, *, first: bool) -> Iterator[Finding]:
+def _of_step(ranks: Ranks, reduction: Reduction | None, *, first: bool) -> Iterator[Finding]:
     """The differences of one step, in the order in which one causes the next."""
     step = ranks[0].step
     apart = _apart(ranks, "before", _EQUAL)
     if apart:
         kind = "weights-not-broadcast" if first and step == 1 else "weights-drift"
-        yield _finding(kind, step, "weights", apart, ranks[0].before)
+        yield _finding(kind, step, "weights", apart, of=len(ranks[0].before))
     yield from _samples(ranks)
     yield from _settings(ranks)
-    yield from _gradients(ranks)
+    if reduction is not None:
+        yield from _gradients(step, reduction)
     if not apart and not _apart(ranks, "reduced", _EQUAL):
         after = _apart(ranks, "after", _EQUAL)
         if after:
-            yield _finding("ranks-differ", step, "weights", after, ranks[0].after)
+            yield _finding("ranks-differ", step, "weights", after, of=len(ranks[0].after))
     buffers = _apart(ranks, "buffers", _EQUAL)
-    if buffers:
-        statistics = {name for name in buffers if any(name.startswith(f"{one}.") for one in ranks[0].batch_norms)}
-        if statistics:
-            some = {name: buffers[name] for name in statistics}
-            yield _finding("local-batch-statistics", step, "buffers", some, ranks[0].buffers)
-        if others := {name: value for name, value in buffers.items() if name not in statistics}:
-            yield _finding("buffers-differ", step, "buffers", others, ranks[0].buffers)
+    prefixes = tuple(f"{name}." for name in ranks[0].batch_norms)
+    statistics = {name: value for name, value in buffers.items() if name.startswith(prefixes)}
+    others = {name: value for name, value in buffers.items() if name not in statistics}
+    for kind, some in (("local-batch-statistics", statistics), ("buffers-differ", others)):
+        if some:
+            yield _finding(kind, step, "buffers", some, of=len(ranks[0].buffers))
 
 
-def _finding(
-    kind: str, step: int, what: str, apart: Mapping[str, float], among: Mapping[str, Any], **facts: Any
-) -> Finding:
-    module = common_module(list(apart)) if len(apart) < len(among) else None
+def _finding(kind: str, step: int, what: str, apart: Mapping[str, float], *, of: int, **facts: Any) -> Finding:
+    """A finding about some tensors, `of` so many; `apart`: how far each is."""
+    module = common_module(list(apart)) if len(apart) < of else None
     return Finding(kind=kind, step=step, what=what, relative=max(apart.values()), module=module, facts=facts)
 
 
@@ -122,7 +123,7 @@ def _samples(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _settings(ranks: Ranks) -> Iterator[Finding]:
-    """Settings of the optimizer that ranks have not alike."""
+    """Settings of the optimizer that differ between ranks."""
     for place, group in enumerate(ranks[0].settings):
         for name, value in group.items():
             values = [
@@ -137,158 +138,73 @@ def _settings(ranks: Ranks) -> Iterator[Finding]:
                 yield Finding(kind=kind, step=ranks[0].step, what="settings", relative=apart, facts=facts)
 
 
-def _gradients(ranks: Ranks) -> Iterator[Finding]:
+def _gradients(step: int, reduction: Reduction) -> Iterator[Finding]:
     """Whether the reduced gradients are the mean, or the sum, of what each rank's own loss gives."""
-    names = [name for name in ranks[0].reduced if _known(ranks, name)]
-    if not names:
+    count, world, ratio = reduction.parameters, reduction.world, reduction.ratio
+    if reduction.own:
+        kind = "not-reduced" if len(reduction.own) == count else "parameter-not-reduced"
+        yield _finding(kind, step, "gradient", reduction.own, of=count)
+    if reduction.others:
+        yield _finding("reduced-otherwise", step, "gradient", reduction.others, of=count, ratio=ratio)
+    if len(reduction.own) + len(reduction.others) == count:
         return
-    step, world = ranks[0].step, len(ranks)
-    factor = _factor(ranks, names)
-    others = {name: rest for name in names if (rest := _rest(ranks, name, factor)) > _ROUNDING}
-    own = {name: rest for name, rest in others.items() if _is_own(ranks, name, factor)}
-    if own:
-        kind = "not-reduced" if len(own) == len(names) else "parameter-not-reduced"
-        yield _finding(kind, step, "gradient", own, names_of(names))
-    rest = {name: value for name, value in others.items() if name not in own}
-    if rest:
-        yield _finding("reduced-otherwise", step, "gradient", rest, names_of(names), ratio=factor / _usual(ranks))
-    if len(others) == len(names):
-        return
-    ratio = factor / _usual(ranks)
-    if _close(ratio, world):
-        yield _finding("summed", step, "gradient", {"": world - 1.0}, {"": None}, ratio=float(world), by=world)
-    elif _close(ratio, 1 / world):
-        facts = {"ratio": 1 / world, "by": world}
-        yield _finding("divided-twice", step, "gradient", {"": 1 - 1 / world}, {"": None}, **facts)
+    for kind, factor in (("summed", float(world)), ("divided-twice", 1 / world)):
+        if reduction.is_near(factor):
+            facts = {"ratio": factor, "by": world}
+            yield Finding(kind=kind, step=step, what="gradient", relative=abs(factor - 1), facts=facts)
 
 
-def names_of(names: Sequence[str]) -> dict[str, None]:
-    return dict.fromkeys(names)
-
-
-def _known(ranks: Ranks, name: str) -> bool:
-    """Whether all ranks have this gradient, finite, and some rank's loss gives one that isn't 0."""
-    reduced = [step.reduced.get(name) for step in ranks]
-    own = [step.own[name] for step in ranks if name in step.own]
-    if not own or not all(one is not None and one.finite for one in [*reduced, *own]):
-        return False
-    return any(one.norm > 0 for one in own)
-
-
-def _own(ranks: Ranks, name: str) -> list[Fingerprint]:
-    """Each rank's own gradient; 0 where its samples don't use the parameter."""
-    known = next(step.own[name] for step in ranks if name in step.own)
-    zero = Fingerprint(numbers=(0.0,) * len(known.numbers), norm=0.0)
-    return [step.own.get(name, zero) for step in ranks]
-
-
-def _usual(ranks: Ranks) -> float:
-    """The ratio of a right reduced gradient to the mean of ranks' own."""
-    times = len(ranks) if ranks[0].reduction == "sum" else 1
-    return times * ranks[0].clipped / ranks[0].scale
-
-
-def _factor(ranks: Ranks, names: Sequence[str]) -> float:
-    """The ratio of reduced gradients to the mean of ranks' own that most parameters have."""
-    usual, world = _usual(ranks), len(ranks)
-    candidates = [usual, usual * world, usual / world, usual * ranks[0].scale]
-    ratios = [ratio for name in names if (ratio := _ratio(ranks, name)) is not None]
-    if ratios:
-        candidates.append(median(ratios))
-    fitting = [sum(_rest(ranks, name, factor) <= _ROUNDING for name in names) for factor in candidates]
-    return candidates[fitting.index(max(fitting))]
-
-
-def _ratio(ranks: Ranks, name: str) -> float | None:
-    mean, reduced = mean_of(_own(ranks, name)), ranks[0].reduced[name]
-    squares = math.fsum(value * value for value in mean.numbers)
-    if squares == 0:
+def _missing(missing: Sequence[tuple[int, Mapping[int, CheckedStep]]], world: int) -> Words | None:
+    """The note on the first step that some rank has not recorded."""
+    if not missing:
         return None
-    return math.fsum(a * b for a, b in zip(mean.numbers, reduced.numbers, strict=True)) / squares
-
-
-def _rest(ranks: Ranks, name: str, factor: float) -> float:
-    """What is left of a reduced gradient without so many times the mean, on the rank where it is most."""
-    mean = _times(mean_of(_own(ranks, name)), factor)
-    return max(step.reduced[name].distance(mean) for step in ranks)
-
-
-def _is_own(ranks: Ranks, name: str, factor: float) -> bool:
-    """Whether each rank has its own gradient, times the factor of the others, or scaled and clipped as usual."""
-    own = _own(ranks, name)
-    factors = (factor, ranks[0].clipped / ranks[0].scale, *(step.clipped / step.scale for step in ranks))
-    return any(
-        all(step.reduced[name].distance(_times(one, each)) <= _ROUNDING for step, one in zip(ranks, own, strict=True))
-        for each in factors
+    step, ranks = missing[0]
+    absent = ", ".join(str(rank) for rank in range(world) if rank not in ranks)
+    return Words(
+        f"step {step} was recorded by {len(ranks)} of {world} ranks (not by {absent}): they ended before it, or take "
+        "fewer steps",
+        f"第 {step} 步只有 {len(ranks)}/{world} 个 rank 有记录（缺 {absent}）：它们在此之前结束，或步数更少",
     )
 
 
-def _times(fingerprint: Fingerprint, factor: float) -> Fingerprint:
-    numbers = tuple(factor * value for value in fingerprint.numbers)
-    return Fingerprint(numbers=numbers, norm=abs(factor) * fingerprint.norm)
-
-
-def _close(ratio: float, to: float) -> bool:
-    return abs(ratio / to - 1) < _ROUNDING
-
-
-def _missing(missing: Sequence[tuple[tuple[int, int], Mapping[int, CheckedStep]]], world: int) -> Iterator[Words]:
-    if missing:
-        (_, step), ranks = missing[0]
-        absent = ", ".join(str(rank) for rank in range(world) if rank not in ranks)
-        yield Words(
-            f"step {step} was recorded by {len(ranks)} of {world} ranks (not by {absent}): they ended there, or take "
-            "other numbers of steps",
-            f"第 {step} 步只有 {len(ranks)}/{world} 个 rank 有记录（缺 {absent}）：它们在那里结束，或步数不同",
-        )
-
-
-def _to_look_at(whole: Sequence[Ranks]) -> Iterator[Words]:
-    """What may be right or not, which only who wrote the training knows."""
+def _unlike_targets(whole: Sequence[Ranks]) -> Words | None:
+    """The note on the first step in which ranks have different numbers of targets."""
     for ranks in whole:
         for name in ranks[0].counts:
             counts = [step.counts.get(name, 0) for step in ranks]
             if len(set(counts)) > 1 and name != "rows":
-                yield Words(
-                    f"ranks have unlike numbers of targets ({name}: {', '.join(map(str, counts))} in step "
-                    f"{ranks[0].step}): right if each rank's loss is divided by the number of all ranks, a mean of "
-                    "means if by its own",
-                    f"各 rank 的目标数不同（{name}：第 {ranks[0].step} 步为 {', '.join(map(str, counts))}）："
+                listed = ", ".join(map(str, counts))
+                return Words(
+                    f"ranks have different numbers of targets ({name}: {listed} in step {ranks[0].step}): right if "
+                    "each rank's loss is divided by the number on all ranks; a mean of means if by its own",
+                    f"各 rank 的目标数不同（{name}：第 {ranks[0].step} 步为 {listed}）："
                     "若损失除以所有 rank 的总数则正确，若各自除以自己的数目则是平均的平均",
                 )
-                break
-        else:
-            continue
-        break
-    if whole and all(len({step.random_state for step in ranks}) == 1 for ranks in whole):
-        yield Words(
-            "all ranks' random generators are in the same state: dropout, noise or augmentation drawn from them are "
-            "alike on unlike samples",
-            "所有 rank 的随机数生成器状态相同：由它们抽取的 dropout、噪声或增强在不同样本上是一样的",
-        )
-    for ranks in whole:
-        ratio = _unexplained(ranks)
-        if ratio is not None:
-            yield Words(
-                f"gradients are {ratio:.4g} times what they should be of ranks' own in step {ranks[0].step}, all of "
-                "them alike: scaled or clipped otherwise than by PyTorch's clip_grad_norm_ and the GradScaler",
-                f"第 {ranks[0].step} 步的所有梯度都是应有值的 {ratio:.4g} 倍：可能由 clip_grad_norm_ 和 GradScaler "
-                "之外的方式缩放或裁剪",
+    return None
+
+
+def _equal_generators(whole: Sequence[Ranks]) -> Words | None:
+    """The note that all ranks draw the same random numbers, in every recorded step."""
+    if not whole or any(len({step.random_state for step in ranks}) > 1 for ranks in whole):
+        return None
+    return Words(
+        "the random generators of all ranks are in the same state, so that dropout, noise and augmentation are equal "
+        "on different samples",
+        "所有 rank 的随机数生成器状态相同：由它们抽取的 dropout、噪声或增强在不同样本上是一样的",
+    )
+
+
+def _unexplained_ratio(whole: Sequence[Ranks], reductions: Sequence[Reduction | None]) -> Words | None:
+    """The note on the first step whose gradients are all scaled by something that was not recorded."""
+    for ranks, reduction in zip(whole, reductions, strict=True):
+        if reduction is not None and not reduction.is_explained:
+            return Words(
+                f"all gradients are {reduction.ratio:.4g} times what they should be in step {ranks[0].step}: they "
+                "are scaled or clipped by something else than PyTorch's clip_grad_norm_ and the GradScaler",
+                f"第 {ranks[0].step} 步的所有梯度都是应有值的 {reduction.ratio:.4g} 倍：可能由 clip_grad_norm_ 和 "
+                "GradScaler 之外的方式缩放或裁剪",
             )
-            return
-
-
-def _unexplained(ranks: Ranks) -> float | None:
-    """A ratio of all gradients that neither clipping nor the number of ranks explains."""
-    names = [name for name in ranks[0].reduced if _known(ranks, name)]
-    if not names:
-        return None
-    factor = _factor(ranks, names)
-    ratio = factor / _usual(ranks)
-    if any(_rest(ranks, name, factor) > _ROUNDING for name in names):
-        return None
-    known = (1.0, float(len(ranks)), 1 / len(ranks), ranks[0].scale)
-    return None if any(_close(ratio, one) for one in known) else ratio
+    return None
 
 
 def _not_compared(whole: Sequence[Ranks]) -> Iterator[Words]:

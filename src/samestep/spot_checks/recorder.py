@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from samestep.errors import UserError
 from samestep.recording.samples import random_state, rows_of
 from samestep.recording.shards import buffers_of, named_modules, parts_of, unwrapped
+from samestep.script_proof.own_gradients import clipped_by
 from samestep.spot_checks.fingerprints import NUMBERS, Projection, fingerprint
 from samestep.spot_checks.records import CheckedStep, Fingerprints, file_of, line_of, starts_in
 from samestep.torch_internals.modules import AnyBatchNorm
@@ -198,7 +199,7 @@ class _Recording:
             if before is None or parameter.grad is None:
                 self.own[name] = projected
             else:
-                # A gradient that was set to zero begins anew: decided on the device, which is not waited for.
+                # Where `parameter.grad` was set to zero the sum begins again. The device decides, without a wait.
                 goes_on = parameter.grad.ne(0).any().to(before.device)
                 self.own[name] = projected + torch.where(goes_on, before, torch.zeros_like(before))
 
@@ -232,9 +233,7 @@ class _Clipping:
     def factor(self) -> float:
         result = 1.0
         for norm, limit in self._factors:
-            norm, limit = float(norm), float(limit)
-            if norm > limit:
-                result *= limit / (norm + 1e-6)  # as PyTorch computes it
+            result *= clipped_by(float(norm), float(limit))
         return result
 
 

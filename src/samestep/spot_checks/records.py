@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.limits import MOST_RANKS_A_HOST
+from samestep.limits import MOST_RANKS
 from samestep.spot_checks.fingerprints import Fingerprint
 
 Fingerprints = Mapping[str, Fingerprint]
@@ -37,6 +37,8 @@ class CheckedStep:
     left_out: int = 0  # parameters of which this rank holds a part only
 
 
+Ranks = Sequence[CheckedStep]  # what all ranks noted of one step, in the order of ranks
+
 _OF_TENSORS = ("before", "after", "buffers", "own", "reduced")
 
 
@@ -64,7 +66,7 @@ def read(folder: Path) -> dict[tuple[int, int], dict[int, CheckedStep]]:
     """
     if not folder.is_dir():
         raise UserError(f"--spot-checks {folder}: there is no such folder; name the one that SpotChecks was given")
-    files = sorted(folder.glob("rank-*.jsonl"))[: MOST_RANKS_A_HOST * 1024]
+    files = sorted(folder.glob("rank-*.jsonl"))[:MOST_RANKS]
     steps: dict[tuple[int, int], dict[int, CheckedStep]] = {}
     for file in files:
         for step in _read(file):
