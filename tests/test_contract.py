@@ -10,6 +10,7 @@ import odd_nets as nets
 import odd_tasks as odd
 import pytest
 import torch
+from call_counts import CallCounts
 from small_tasks import Points
 from torch import nn
 
@@ -374,20 +375,8 @@ class Padded(samestep.Task):
 )
 def test_the_check_takes_few_forwards(task: samestep.Task, forwards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four forwards and three backwards, and a forward of the held-out samples where there are any."""
-    counts = {"forward": 0, "backward": 0}
-    build, backward = task.model, torch.Tensor.backward
-
-    def counted_model() -> nn.Module:
-        model = build()
-        model.register_forward_pre_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
-        return model
-
-    def counted_backward(*arguments: Any, **keywords: Any) -> None:
-        counts["backward"] += 1
-        backward(*arguments, **keywords)
-
-    monkeypatch.setattr(task, "model", counted_model)
-    monkeypatch.setattr(torch.Tensor, "backward", counted_backward)
+    counts, build = CallCounts(monkeypatch), task.model
+    monkeypatch.setattr(task, "model", lambda: counts.of(build()))
     check.check_contract(samestep.Job(recipe=recipe_of(task)), Layout(), task)
     assert counts == {"forward": forwards, "backward": 3}
 

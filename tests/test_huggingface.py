@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from call_counts import CallCounts
 from handed_models import (
     CLASSES,
     VOCABULARY,
@@ -251,20 +252,8 @@ def test_a_model_is_called_six_times_at_most_before_ranks_start(
     build: Callable[[], nn.Module], rows: Any, collator: Any, forwards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two or three times to find what its loss is a mean over, and three times, with backwards, for the contract."""
-    counts = {"forward": 0, "backward": 0}
-    backward = Tensor.backward
-
-    def counted() -> nn.Module:
-        model = build()
-        model.register_forward_pre_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
-        return model
-
-    def counted_backward(*arguments: Any, **keywords: Any) -> None:
-        counts["backward"] += 1
-        backward(*arguments, **keywords)
-
-    monkeypatch.setattr(Tensor, "backward", counted_backward)
-    task = handed(counted, rows, collator, eval_data=None)
+    counts = CallCounts(monkeypatch)
+    task = handed(lambda: counts.of(build()), rows, collator, eval_data=None)
     job = samestep.Job(recipe=samestep.Recipe(task=task, batch=8, optimizer=samestep.AdamW(lr=0.01)))
     task.check()
     check_contract(job, Layout(), task)
